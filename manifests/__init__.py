@@ -1,0 +1,1 @@
+"""What exists and is trusted: append-only records and the SQL over them."""

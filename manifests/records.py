@@ -1,0 +1,146 @@
+"""The kinds of records and their columns, declared once: writers fill them, DuckDB views are made from them.
+
+Every record also carries `time` (seconds since 1970) and `writer` (who appended it). Extra facts go into
+`detail`, a JSON object, so that a new fact never changes a column.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_type_hints
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A command began or ended on a folder: state started, finished, failed or interrupted."""
+
+    run_id: str
+    command: str
+    state: str
+    exit_code: int | None = None
+    message: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventRecord:
+    """Something worth knowing that happened once: an ignored checkpoint, a compile, a truncated row count."""
+
+    run_id: str
+    event: str
+    message: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentRecord:
+    """One prepared row."""
+
+    document_index: int
+    doc_id: str
+    source: str
+    line: int
+    n_tokens: int
+    n_supervised: int
+    split: str
+    truncated: bool = False
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipRecord:
+    """One row that was left out, and why."""
+
+    doc_id: str
+    source: str
+    line: int
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """One block of a store that is complete: the only proof that it is."""
+
+    block: int
+    rank: int
+    documents: int
+    tokens: int
+    bytes: int
+    seconds: float
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRecord:
+    """One number at one step: split is train or heldout."""
+
+    run_id: str
+    global_step: int
+    split: str
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """One complete checkpoint folder, relative to the run folder."""
+
+    run_id: str
+    global_step: int
+    path: str
+    bytes: int
+    acceptance_length_estimate: float | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
+    """One data file evaluated by real decoding; acceptance_length as defined in stage2_train/acceptance.py."""
+
+    run_id: str
+    name: str
+    global_step: int
+    prompts: int
+    acceptance_length: float
+    acceptance_length_low: float | None
+    acceptance_length_high: float | None
+    tokens_per_second: float | None
+    plain_tokens_per_second: float | None
+    mismatches: int | None
+    ties: int | None
+    path: str
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+KINDS: dict[str, type] = {
+    "runs": RunRecord,
+    "events": EventRecord,
+    "documents": DocumentRecord,
+    "skips": SkipRecord,
+    "shards": ShardRecord,
+    "metrics": MetricRecord,
+    "checkpoints": CheckpointRecord,
+    "evaluations": EvaluationRecord,
+}
+
+_SQL = {str: "VARCHAR", int: "BIGINT", float: "DOUBLE", bool: "BOOLEAN", dict: "JSON"}
+
+
+def kind_of(record: object) -> str:
+    """The manifest kind of a record instance."""
+    return next(kind for kind, cls in KINDS.items() if cls is type(record))
+
+
+def columns_of(kind: str) -> dict[str, str]:
+    """Column name to DuckDB type of a kind, in order, with `folder`, `writer` and `time` in front."""
+    columns = {"folder": "VARCHAR", "writer": "VARCHAR", "time": "DOUBLE"}
+    hints = get_type_hints(KINDS[kind])
+    for item in dataclasses.fields(KINDS[kind]):
+        hint = hints[item.name]
+        optional = (
+            next((part for part in get_args(hint) if part in _SQL), None) if type(None) in get_args(hint) else hint
+        )
+        columns[item.name] = _SQL.get(optional, "JSON") if isinstance(optional, type) else "JSON"
+    return columns

@@ -1,0 +1,99 @@
+"""What each run folder is doing, from its records and files alone: no torch, no locks taken, living or dead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manifests.commit import latest, read
+from manifests.query import run_folders
+from manifests.runs import is_owned
+from shared.progress import combine, line
+
+
+@dataclass(frozen=True)
+class FolderStatus:
+    """One folder: what it is, the state of its last command, and what it holds."""
+
+    folder: str
+    kind: str
+    command: str
+    state: str
+    message: str
+    holds: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def statuses(roots: Sequence[Path]) -> list[FolderStatus]:
+    """The status of every folder with a manifest at or below the roots."""
+    return [status_of(folder) for folder in run_folders(roots)]
+
+
+def status_of(folder: Path) -> FolderStatus:
+    """The status of one folder."""
+    runs = read(folder, "runs")
+    last = runs[-1] if runs else {"command": "", "state": "empty", "message": ""}
+    state, message = verdict(last, is_owned(folder))
+    if state == "running":
+        message = _progress_line(folder, str(last["command"])) or message
+    return FolderStatus(str(folder), _kind(folder), last["command"], state, message, _holds(folder))
+
+
+def verdict(last: dict[str, Any], owned: bool) -> tuple[str, str]:
+    """(state, message) from the newest run record and whether a living process holds the folder."""
+    if last["state"] != "started":
+        return last["state"], last.get("message", "")
+    if owned:
+        return "running", ""
+    return (
+        "lost",
+        "started, never recorded an ending, and no process holds the folder; run the same command again to go on",
+    )
+
+
+def _kind(folder: Path) -> str:
+    for name, kind in (("store.json", "store"), ("prepare.json", "rows"), ("run.json", "run")):
+        if (folder / name).exists():
+            return kind
+    return "folder"
+
+
+def _progress_line(folder: Path, command: str) -> str:
+    states = []
+    for path in sorted((folder / "progress").glob(f"{command}-*.json")):
+        try:
+            states.append(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue
+    shot = combine(states, summed=command == "extract")
+    return line(command, shot) if shot else ""
+
+
+def _holds(folder: Path) -> dict[str, Any]:
+    holds: dict[str, Any] = {}
+    if shards := latest(read(folder, "shards"), "block"):
+        plan = _plan_blocks(folder)
+        holds["blocks"] = f"{len(shards)}/{plan}" if plan else len(shards)
+        holds["documents"] = sum(record["documents"] for record in shards.values())
+        holds["tokens"] = sum(record["tokens"] for record in shards.values())
+        holds["bytes"] = sum(record["bytes"] for record in shards.values())
+    if skips := read(folder, "skips"):
+        holds["skipped"] = len(skips)
+    if checkpoints := read(folder, "checkpoints"):
+        holds["checkpoint"] = checkpoints[-1]["global_step"]
+    if evaluations := latest(read(folder, "evaluations"), "name"):
+        holds["acceptance_length"] = {name: round(r["acceptance_length"], 3) for name, r in evaluations.items()}
+    return holds
+
+
+def _plan_blocks(folder: Path) -> int | None:
+    try:
+        return len(json.loads((folder / "plan.json").read_text())["blocks"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

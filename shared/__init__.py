@@ -1,0 +1,1 @@
+"""Processes, files, the teacher store and the target: what both stages stand on."""

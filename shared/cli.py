@@ -1,0 +1,79 @@
+"""The `dflash` command: names of commands, loaded only when called, and errors turned into exit codes.
+
+Commands of higher layers are listed as text, so that this bottom layer imports none of them and
+`dflash --help` answers without torch. Read stage1_extract/cli.py and stage2_train/cli.py next.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from shared.errors import DflashError, Interrupted
+
+# name: (module, function, one line for `dflash --help`). The line is repeated here so that help imports nothing.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "prepare": ("stage1_extract.cli", "prepare", "Conversations to tokenised rows with a loss mask."),
+    "extract": ("stage1_extract.cli", "extract", "Run the target once and store its features (stage 1)."),
+    "train": ("stage2_train.cli", "train", "Train the drafter from a store (stage 2)."),
+    "eval": ("stage2_train.cli_eval", "evaluate", "Acceptance length by lossless speculative decoding."),
+    "export": ("stage2_train.cli_eval", "export", "Write the Hugging Face folder that serving engines read."),
+    "status": ("manifests.cli", "status", "What ran, what runs, what is there."),
+    "query": ("manifests.cli", "query", "SQL over the manifests (read-only)."),
+    "demo": ("manifests.demo", "demo", "The whole path on the bundled target, in minutes on a CPU."),
+}
+
+
+class _LazyGroup(click.Group):
+    """Looks commands up in COMMANDS and imports a module only when its command is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, function, _ = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(module), function)
+        assert isinstance(command, click.Command), f"{module}:{function} is not a click command"
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+
+
+@click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dflash-offline", prog_name="dflash")
+def cli() -> None:
+    """Train a DFlash drafter for your own LLM: extract once, train from disk, measure by decoding.
+
+    \b
+    dflash prepare data.jsonl --target T --out rows        # add --regenerate: the target writes the answers
+    dflash extract --target T --data rows --out runs/x.zarr --shards 8
+    dflash train   --store runs/x.zarr
+    dflash eval    --run runs/x-train --data heldout.jsonl
+    dflash export  --run runs/x-train --out drafter
+    """
+
+
+def main() -> None:
+    """Entry point: one line and an exit code for user faults, a traceback only for our bugs."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted; run the same command again to go on", err=True)
+        sys.exit(Interrupted.exit_code)
+    except DflashError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # `dflash query ... | head`: the reader has seen enough; keep the interpreter's own flush quiet too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)

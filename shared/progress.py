@@ -1,0 +1,226 @@
+"""Progress a person can read: phase, counts, rate, ETA.
+
+Workers write their numbers into one small file each (`Reporter`); the foreground command draws them
+(`Display`), with rich on a terminal and plain lines elsewhere. Loops inside the foreground process use `progress`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+WRITE_EVERY_S = 0.25
+PLAIN_LINE_EVERY_S = 5.0
+
+
+class Reporter:
+    """Writes a worker's phase and counts to `<run_dir>/progress/<role>-<rank>.json`, at most four times a second.
+
+    The file is replaced by rename without fsync: it is a view for the living, never evidence of finished work.
+    """
+
+    def __init__(self, run_dir: Path, role: str, rank: int) -> None:
+        self.path = progress_path(run_dir, role, rank)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._phase = ""
+        self._phase_started = time.time()
+        self._phase_first = 0.0
+        self._written = 0.0
+
+    def update(self, phase: str, done: float, total: float | None, unit: str, **numbers: Any) -> None:
+        """Report `done` of `total` `unit`s in `phase`; numbers are shown as they are."""
+        now = time.time()
+        if phase != self._phase:
+            self._phase, self._phase_started, self._phase_first, self._written = phase, now, done, 0.0
+        if now - self._written < WRITE_EVERY_S and not (total is not None and done >= total):
+            return
+        self._written = now
+        state = {
+            "phase": phase,
+            "done": done,
+            "total": total,
+            "unit": unit,
+            "started": self._phase_started,
+            "first": self._phase_first,
+            "time": now,
+            "numbers": numbers,
+        }
+        temporary = self.path.with_suffix(f".{os.getpid()}.partial")
+        temporary.write_text(json.dumps(state))
+        temporary.replace(self.path)
+
+
+def progress_path(run_dir: Path, role: str, rank: int) -> Path:
+    """Where a worker's progress lives."""
+    return run_dir / "progress" / f"{role}-{rank}.json"
+
+
+@dataclass
+class Snapshot:
+    """What is shown at one moment, over all ranks."""
+
+    phase: str
+    done: float
+    total: float | None
+    unit: str
+    rate: float
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds left at the present rate, or None when unknown."""
+        if self.total is None or self.rate <= 0:
+            return None
+        return max(self.total - self.done, 0.0) / self.rate
+
+
+def combine(states: Sequence[dict[str, Any]], summed: bool) -> Snapshot | None:
+    """Several ranks' states as one: summed counts (independent workers) or the first rank's (ranks in step)."""
+    if not states:
+        return None
+    first = min(states, key=lambda s: (s["phase"] == "done", s["started"])) if summed else states[0]
+    same = [s for s in states if s["unit"] == first["unit"]] if summed else [first]
+    done = sum(s["done"] for s in same)
+    total = None if any(s["total"] is None for s in same) else sum(s["total"] for s in same)
+    rate = sum((s["done"] - s["first"]) / max(s["time"] - s["started"], 1e-6) for s in same)
+    return Snapshot(first["phase"], done, total, first["unit"], rate, dict(first["numbers"]))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 42s, 3m07s, 5h02m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def line(title: str, shot: Snapshot) -> str:
+    """One plain line for a log file or a terminal that cannot draw."""
+    total = "" if shot.total is None else f"/{shot.total:,.0f}"
+    parts = [f"{title}: {shot.phase} {shot.done:,.0f}{total} {shot.unit}"]
+    if shot.rate > 0:
+        parts.append(f"{shot.rate:,.4g} {shot.unit}/s")
+    if shot.eta_s is not None:
+        parts.append(f"ETA {duration(shot.eta_s)}")
+    parts.extend(f"{name} {_number(value)}" for name, value in shot.numbers.items())
+    return "  ".join(parts)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class Display:
+    """Draws snapshots: a live bar on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._last_line = 0.0
+        self._last_phase = ""
+        self._live: Any = None
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            self._live, self._bar = _rich_bar(title)
+
+    def show(self, shot: Snapshot) -> None:
+        """Draw one snapshot; never raises when the terminal is gone."""
+        if self._live is not None:
+            numbers = "  ".join(f"{k} {_number(v)}" for k, v in shot.numbers.items())
+            self._live.update(
+                self._bar,
+                completed=shot.done,
+                total=shot.total,
+                phase=shot.phase,
+                unit=shot.unit,
+                rate=f"{shot.rate:,.4g} {shot.unit}/s" if shot.rate > 0 else "",
+                eta="" if shot.eta_s is None else f"ETA {duration(shot.eta_s)}",
+                numbers=numbers,
+            )
+            return
+        now = time.monotonic()
+        if shot.phase != self._last_phase or now - self._last_line >= PLAIN_LINE_EVERY_S:
+            self._last_line, self._last_phase = now, shot.phase
+            say(line(self.title, shot))
+
+    def close(self) -> None:
+        """Leave the terminal clean."""
+        if self._live is not None:
+            self._live.stop()
+
+
+def _rich_bar(title: str) -> tuple[Any, Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    live = Progress(
+        TextColumn("[bold]{task.description}"),
+        TextColumn("{task.fields[phase]}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total} {task.fields[unit]}"),
+        TextColumn("{task.fields[rate]}"),
+        TextColumn("{task.fields[eta]}"),
+        TextColumn("[dim]{task.fields[numbers]}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    bar = live.add_task(title, total=None, phase="", unit="", rate="", eta="", numbers="")
+    live.start()
+    return live, bar
+
+
+def say(text: str) -> None:
+    """Print a line to stderr; a terminal that went away (closed ssh, broken pipe) never ends the run."""
+    try:
+        click.echo(text, err=True)
+    except OSError:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - lives as long as the process
+
+
+class Bar:
+    """Counts of a loop in the foreground process."""
+
+    def __init__(self, display: Display, phase: str, total: float | None, unit: str) -> None:
+        self._display, self._phase, self._total, self._unit = display, phase, total, unit
+        self._started = time.monotonic()
+        self._shown = 0.0
+        self.done = 0.0
+        self.numbers: dict[str, Any] = {}
+
+    def advance(self, count: float = 1.0, **numbers: Any) -> None:
+        """Add to the count and redraw at most four times a second."""
+        self.done += count
+        self.numbers.update(numbers)
+        now = time.monotonic()
+        if now - self._shown >= WRITE_EVERY_S:
+            self._shown = now
+            rate = self.done / max(now - self._started, 1e-6)
+            self._display.show(Snapshot(self._phase, self.done, self._total, self._unit, rate, self.numbers))
+
+
+@contextmanager
+def progress(phase: str, total: float | None, unit: str, title: str = "dflash") -> Iterator[Bar]:
+    """Show the progress of a loop: `with progress("tokenise", 100, "rows") as bar: bar.advance()`."""
+    display = Display(title)
+    try:
+        yield Bar(display, phase, total, unit)
+    finally:
+        display.close()
+
+
+def summary(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
+    """Print what a command made and where: a heading and aligned `name  value` lines, on stdout."""
+    width = max((len(name) for name, _ in pairs), default=0)
+    click.echo(title)
+    for name, value in pairs:
+        click.echo(f"  {name.ljust(width)}  {value}")

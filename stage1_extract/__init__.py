@@ -1,0 +1,1 @@
+"""Stage 1: prompts to rows, and the target to a store of teacher features."""

@@ -1,0 +1,224 @@
+"""A thread that takes teacher outputs off the device, puts blocks together and commits them while the next batch runs.
+
+Called by stage1_extract/worker.py. A block is published first (one rename), its shard record is appended after that.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from manifests.commit import Ledger
+from manifests.records import ShardRecord, SkipRecord
+from shared.errors import NonFinite
+from shared.rows import PreparedRows
+from shared.store import Arrays, write_block
+from shared.store_layout import block_dir
+from stage1_extract.teacher import TeacherOutput
+
+# Batches waiting to leave the device: the device never waits, and memory stays bounded.
+_WAITING = 2
+
+
+@dataclass(slots=True)
+class _Block:
+    """One block being put together: arrays of each document that came off the device."""
+
+    number: int
+    started: float
+    documents: dict[int, Arrays] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
+
+
+class BlockWriter:
+    """Use as a context manager; an error of the thread is raised by the next call."""
+
+    def __init__(self, store: Path, rank: int, rows: PreparedRows, *, last_hidden: bool) -> None:
+        self.store, self.rank, self.rows, self.last_hidden = store, rank, rows, last_hidden
+        self.committed: list[int] = []
+        self._ledger = Ledger(store, f"extract-{rank}")
+        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=_WAITING)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="block-writer", daemon=True)
+        self._block: _Block | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> BlockWriter:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.wait()
+        self._queue.put(("stop", None))
+        self._thread.join()
+        if kind is None:
+            self._raise()
+
+    def begin(self, block: int) -> None:
+        """The outputs that follow belong to this block."""
+        self._put("begin", block)
+
+    def add(self, documents: Sequence[int], output: TeacherOutput) -> None:
+        """One batch: its documents' row numbers, in the output's order. Waits when two batches are waiting already."""
+        event = None
+        if output.hidden_states.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        self._put("add", (list(documents), output, event))
+
+    def end(self) -> None:
+        """Commit the block."""
+        self._put("end", None)
+
+    def wait(self) -> None:
+        """Return when everything given so far is committed. Raises what the thread met."""
+        self._queue.join()
+        self._raise()
+
+    def _put(self, what: str, value: Any) -> None:
+        self._raise()
+        self._queue.put((what, value))
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            what, value = self._queue.get()
+            try:
+                if what == "stop":
+                    return
+                if self._error is None:  # after an error only empty the queue, so that nobody waits for ever
+                    self._handle(what, value)
+            except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
+                self._error = error
+            finally:
+                self._queue.task_done()
+
+    def _handle(self, what: str, value: Any) -> None:
+        if what == "begin":
+            self._block = _Block(value, time.time())
+        elif what == "add":
+            self._take(*value)
+        else:
+            self._commit()
+
+    def _take(self, documents: list[int], output: TeacherOutput, event: Any) -> None:
+        """Copy one batch to host memory on a stream of its own, and cut it into documents."""
+        assert self._block is not None
+        if event is not None:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(output.hidden_states.device)
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(event)
+                arrays, finite, zero = _to_host(output, self.last_hidden)
+        else:
+            arrays, finite, zero = _to_host(output, self.last_hidden)
+        start = 0
+        for document, length in zip(documents, output.lengths, strict=True):
+            where = slice(start, start + length)
+            start += length
+            if zero[where].all(axis=0).any():
+                taps = np.flatnonzero(zero[where].all(axis=0)).tolist()
+                raise NonFinite(
+                    f"document {document}: the features of taps {taps} are all zero; a kernel of this target does not "
+                    "work here (seen with hybrid attention), and a drafter trained on zeros accepts nothing"
+                )
+            if not finite[where].all():
+                self._block.skipped.append(document)
+                continue
+            ids, mask = self.rows.document(document)
+            assert len(ids) == length, f"document {document} has {len(ids)} tokens, the features are of {length}"
+            self._block.documents[document] = {"input_ids": ids, "loss_mask": mask} | {
+                name: a[where] for name, a in arrays.items()
+            }
+
+    def _commit(self) -> None:
+        assert self._block is not None
+        block, self._block = self._block, None
+        self._skip(block.skipped)
+        if not block.documents:
+            raise NonFinite(
+                f"every document of block {block.number} has NaN or infinite features; try --dtype bfloat16 or float32"
+            )
+        order = sorted(block.documents)
+        parts = [block.documents[document] for document in order]
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        lengths = [len(part["input_ids"]) for part in parts]
+        splits = self.rows.splits
+        arrays["document_offsets"] = np.cumsum([0, *lengths], dtype=np.int64)
+        arrays["document_index"] = np.asarray(order, dtype=np.int64)
+        arrays["document_split"] = np.asarray([splits[document] == "heldout" for document in order], dtype=np.uint8)
+        written = _publish(self.store, block.number, arrays)
+        mass = np.exp(_from_bf16(arrays["topk_logits"]) - arrays["logsumexp"][:, None]).sum(axis=1).mean()
+        self._ledger.append(
+            ShardRecord(
+                block=block.number,
+                rank=self.rank,
+                documents=written["documents"],
+                tokens=written["tokens"],
+                bytes=written["bytes"],
+                seconds=time.time() - block.started,
+                detail={"files": written["files"], "skipped": len(block.skipped), "topk_mass": float(mass)},
+            )
+        )
+        self.committed.append(block.number)
+
+    def _skip(self, documents: Sequence[int]) -> None:
+        lines = [self.rows.documents[document] for document in sorted(documents)]
+        self._ledger.append(
+            *(
+                SkipRecord(
+                    doc_id=line["doc_id"],
+                    source=line["source"],
+                    line=line["line"],
+                    reason="nonfinite",
+                    message="NaN or infinity in the target's features or logits",
+                )
+                for line in lines
+            )
+        )
+
+
+def _publish(store: Path, block: int, arrays: Arrays) -> dict[str, Any]:
+    """Write the block; one that was published by a worker that died before its record is made again."""
+    final = block_dir(store, block)
+    if final.exists():
+        shutil.rmtree(final)
+    return write_block(store, block, arrays)
+
+
+def _to_host(output: TeacherOutput, last_hidden: bool) -> tuple[Arrays, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    arrays: Arrays = {
+        "hidden_states": _bits(output.hidden_states),
+        "topk_ids": output.topk_ids.cpu().numpy(),
+        "topk_logits": _bits(output.topk_logits),
+        "logsumexp": output.logsumexp.cpu().numpy(),
+    }
+    if last_hidden:
+        arrays["last_hidden_state"] = _bits(output.last_hidden_state)
+    return arrays, output.finite.cpu().numpy(), output.zero.cpu().numpy()
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A bf16 tensor's bit patterns as uint16 on the host."""
+    return np.asarray(tensor.contiguous().view(torch.int16).cpu().numpy()).view(np.uint16)
+
+
+def _from_bf16(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """bf16 bit patterns as float32."""
+    return np.asarray(bits.astype(np.uint32) << 16).view(np.float32)

@@ -1,0 +1,192 @@
+"""`dflash extract`, parent side: everything that can be refused is refused here, then workers do the rest.
+
+Called by stage1_extract/cli.py. No torch of ours in this process. Read stage1_extract/worker.py next: the main loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manifests.commit import read
+from manifests.runs import recorded
+from shared.atomic import free_bytes, remove_partials, require_writable, write_json
+from shared.config import to_dict
+from shared.errors import ConfigRefused, DiskFull, StoreIncomplete, StoreMismatch, TooManyShards
+from shared.geometry import check_target_layer_ids, default_target_layer_ids
+from shared.launch import LaunchSpec, run_workers
+from shared.progress import duration, say, summary
+from shared.rows import PreparedRows
+from shared.store import create, read_identity, require_same
+from shared.target_identity import load_tokenizer, target_identity
+from stage1_extract.config import Dtype, ExtractConfig
+from stage1_extract.mask_token import choose_mask_token
+from stage1_extract.plan import Plan, done_blocks, is_exported, remaining_blocks, settle_plan
+
+
+def run(config: ExtractConfig) -> None:
+    """Make the store or go on with it. Raises the target, store, path and process errors of shared/errors.py."""
+    require_writable(config.out)
+    rows = PreparedRows.open(config.data, verify=True)
+    if config.shards > rows.n_documents:
+        raise TooManyShards(
+            f"--shards {config.shards} but {config.data} has {rows.n_documents} rows; use --shards {rows.n_documents} "
+            "or fewer"
+        )
+    device = resolve_device(config.device)
+    identity = make_identity(config, rows, resolve_dtype(config.dtype, device))
+    exists = (config.out / "store.json").exists()
+    if exists:
+        require_same(read_identity(config.out), _without_names(identity), config.out)
+    with recorded(config.out, "extract", to_dict(config)):
+        if not exists:
+            create(config.out, identity)
+        remove_partials(config.out)
+        remove_partials(config.out / "blocks")
+        plan = settle_plan(config.out, rows.lengths.tolist(), config.block_tokens)
+        remaining = remaining_blocks(config.out, plan)
+        if not remaining and is_exported(config.out):
+            say(f"{config.out} is complete: all {plan.num_blocks} blocks are there; nothing to do")
+            _report(config.out, plan, 0.0)
+            return
+        _require_space(config, rows, plan, remaining, identity)
+        if len(remaining) < config.shards:
+            say(
+                f"extract: {len(remaining)} blocks to do for {config.shards} processes; smaller --block-tokens "
+                "would use all of them"
+            )
+        write_json(
+            config.out / "work.json",
+            {
+                "config": to_dict(config),
+                "target_layer_ids": identity["target_layer_ids"],
+                "device": device,
+                "dtype": identity["dtype"],
+                "remaining": remaining,
+            },
+        )
+        started = time.monotonic()
+        run_workers(
+            LaunchSpec(
+                run_dir=config.out,
+                role="extract",
+                entry="stage1_extract.worker:main",
+                num_workers=config.shards,
+                summed_progress=True,
+            )
+        )
+        if left := remaining_blocks(config.out, plan):
+            raise StoreIncomplete(
+                f"{config.out}: {len(left)} of {plan.num_blocks} blocks are missing after all workers ended well, the "
+                f"first is {left[0]}; see {config.out / 'logs'} and run the same command again"
+            )
+        _report(config.out, plan, time.monotonic() - started)
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" as cuda or cpu, from the driver's files and the kind of torch that is installed, without importing it."""
+    if device != "auto":
+        return device
+    has_gpu = Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists()
+    return "cuda" if has_gpu and not metadata.version("torch").endswith("+cpu") else "cpu"
+
+
+def resolve_dtype(dtype: Dtype, device: str) -> str:
+    """ "auto" is bfloat16 on CUDA and float32 on CPU."""
+    if dtype == "auto":
+        return "bfloat16" if device.startswith("cuda") else "float32"
+    return dtype
+
+
+def make_identity(config: ExtractConfig, rows: PreparedRows, dtype: str) -> dict[str, Any]:
+    """What the store is a function of. Raises for a target, rows, layer ids, top-k or mask token that do not fit."""
+    target = target_identity(config.target)
+    for field in ("tokenizer_sha256", "chat_template_sha256"):
+        if rows.info[field] != target[field]:
+            raise StoreMismatch(
+                f"{config.data} was prepared with {field} {rows.info[field][:12]}, target {config.target} has "
+                f"{target[field][:12]}; prepare the rows with this target"
+            )
+    if config.target_layer_ids:
+        check_target_layer_ids(config.target_layer_ids, target["num_hidden_layers"])
+    layer_ids = config.target_layer_ids or default_target_layer_ids(target["num_hidden_layers"], config.num_taps)
+    vocab_size = target["vocab_size"]
+    if config.topk > vocab_size:
+        raise ConfigRefused(f"topk {config.topk} is more than the target's {vocab_size} tokens")
+    occurrences = np.bincount(rows.input_ids, minlength=vocab_size)
+    if len(occurrences) > vocab_size:
+        raise StoreMismatch(
+            f"{config.data} holds token id {len(occurrences) - 1}, but target {config.target} has {vocab_size} "
+            "embedding rows; prepare the rows with this target"
+        )
+    return {
+        "target": target,
+        "target_layer_ids": list(layer_ids),
+        "num_hidden_layers": target["num_hidden_layers"],
+        "hidden_size": target["hidden_size"],
+        "vocab_size": vocab_size,
+        "mask_token_id": choose_mask_token(
+            load_tokenizer(config.target), vocab_size, occurrences, config.mask_token_id
+        ),
+        "topk": config.topk,
+        "dtype": dtype,
+        "last_hidden": config.last_hidden,
+        "block_tokens": config.block_tokens,
+        "rows_sha256": rows.info["rows_sha256"],
+        "documents": rows.n_documents,
+        "tokens": int(rows.offsets[-1]),
+    }
+
+
+def _without_names(identity: dict[str, Any]) -> dict[str, Any]:
+    """The same weights in a renamed folder are the same target."""
+    target = {key: value for key, value in identity["target"].items() if key not in ("name", "kind", "revision")}
+    return identity | {"target": target}
+
+
+def bytes_per_token(identity: dict[str, Any]) -> int:
+    """Stored bytes of one token: taps and last hidden state as bf16, top-k ids and logits, logsumexp, id, mask."""
+    taps = len(identity["target_layer_ids"]) + bool(identity["last_hidden"])
+    return 2 * taps * int(identity["hidden_size"]) + 6 * int(identity["topk"]) + 4 + 5
+
+
+def _require_space(
+    config: ExtractConfig, rows: PreparedRows, plan: Plan, remaining: list[int], identity: dict[str, Any]
+) -> None:
+    tokens = sum(int(rows.lengths[plan.documents_of(block)].sum()) for block in remaining)
+    needed, free = tokens * bytes_per_token(identity), free_bytes(config.out)
+    say(
+        f"extract: {tokens:,} tokens in {len(remaining)} of {plan.num_blocks} blocks, about {needed / 1e9:.3g} GB "
+        f"({bytes_per_token(identity):,} bytes a token); layers {identity['target_layer_ids']}, "
+        f"mask token {identity['mask_token_id']}"
+    )
+    if needed > free:
+        raise DiskFull(
+            f"{config.out} needs about {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free; make room, or store less "
+            "(--num-taps, --topk, --no-last-hidden, fewer rows)"
+        )
+
+
+def _report(store: Path, plan: Plan, seconds: float) -> None:
+    done = done_blocks(store)
+    tokens = sum(record["tokens"] for record in done.values())
+    size = sum(record["bytes"] for record in done.values())
+    documents = sum(record["documents"] for record in done.values())
+    skipped = Counter(record["reason"] for record in {r["doc_id"]: r for r in read(store, "skips")}.values())
+    mass = sum(record["detail"]["topk_mass"] * record["tokens"] for record in done.values()) / max(tokens, 1)
+    pairs: list[tuple[str, Any]] = [
+        ("documents", f"{documents:,} of {plan.starts[-1]:,}"),
+        ("tokens", f"{tokens:,}"),
+        ("blocks", f"{len(done)} of {plan.num_blocks}"),
+        ("size", f"{size / 1e9:.3g} GB"),
+        ("top-k holds", f"{100 * mass:.1f} % of the teacher's probability"),
+    ]
+    pairs += [(f"skipped: {reason}", f"{count:,}") for reason, count in sorted(skipped.items())]
+    if seconds:
+        pairs.append(("time", f"{duration(seconds)} in workers"))
+    summary("extracted", [*pairs, ("written to", store)])

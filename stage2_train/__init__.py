@@ -1,0 +1,1 @@
+"""Stage 2: from the teacher store to a trained, measured, exported drafter."""

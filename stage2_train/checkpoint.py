@@ -1,0 +1,139 @@
+"""Save and load a drafter in training: complete or not there.
+
+Called by train.py (save, restore), decode and export (load_drafter). Folder rules are in checkpoint_folder.py.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from manifests.commit import Ledger
+from manifests.records import CheckpointRecord
+from shared.atomic import disk_faults, publish_dir, temporary_dir
+from shared.errors import CheckpointMismatch, StoreDamaged
+from stage2_train.checkpoint_folder import (
+    DRAFTER_FILE,
+    INFO_FILE,
+    OPTIMIZER_FILE,
+    folder_of,
+    newest_complete,
+    prune,
+    read_info,
+    remove_folder,
+)
+from stage2_train.drafter import Drafter
+from stage2_train.drafter_config import DrafterConfig
+from stage2_train.schedule import Optimizer
+
+EXPORTED_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a checkpoint holds besides tensors: loop state, and the run's config, drafter, store and total_steps."""
+
+    loop_state: dict[str, Any]
+    run: dict[str, Any]
+    acceptance_length_estimate: float | None
+
+
+def save(run_dir: Path, drafter: Drafter, optimizer: Optimizer, snapshot: Snapshot) -> Path:
+    """Write the checkpoint of loop_state["global_step"] aside and publish it by one rename; the record comes after.
+
+    Replaces a folder of that step left by an earlier save. Raises DiskFull or PathNotWritable with the older
+    checkpoints untouched.
+    """
+    final = folder_of(run_dir, int(snapshot.loop_state["global_step"]))
+    temporary = temporary_dir(final)
+    with disk_faults(final):
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+        save_file(tensors, temporary / DRAFTER_FILE)
+        torch.save(optimizer.state_dict(), temporary / OPTIMIZER_FILE)
+        config = drafter.config.to_hf_config() | {"dtype": "float32"}
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        sizes = {entry.name: entry.stat().st_size for entry in sorted(temporary.iterdir())}
+        info = {
+            "global_step": snapshot.loop_state["global_step"],
+            "saved": time.time(),
+            "files": sizes,
+            "loop_state": snapshot.loop_state,
+            **snapshot.run,
+        }
+        (temporary / INFO_FILE).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+    if final.exists():
+        remove_folder(final)
+    publish_dir(temporary, final)
+    return final
+
+
+def record(run_dir: Path, folder: Path, ledger: Ledger, run_id: str, snapshot: Snapshot, keep: int) -> None:
+    """Say that the checkpoint is done, then remove the ones no longer kept."""
+    info = read_info(folder)
+    ledger.append(
+        CheckpointRecord(
+            run_id=run_id,
+            global_step=info["global_step"],
+            path=str(folder.relative_to(run_dir)),
+            bytes=sum(info["files"].values()),
+            acceptance_length_estimate=snapshot.acceptance_length_estimate,
+        )
+    )
+    prune(run_dir, keep)
+
+
+def restore(folder: Path, drafter: Drafter, optimizer: Optimizer) -> dict[str, Any]:
+    """Put a checkpoint's tensors in place; returns its loop state. Strict both ways: a name more or less is refused."""
+    _load_strictly(drafter, load_file(folder / DRAFTER_FILE), folder)
+    optimizer.load_state_dict(torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
+    state: dict[str, Any] = read_info(folder)["loop_state"]
+    return state
+
+
+def load_drafter(path: Path) -> tuple[Drafter, DrafterConfig, dict[str, Any]]:
+    """A drafter from a run folder (newest complete checkpoint), a checkpoint folder, or an exported folder.
+
+    On the CPU, in the stored dtype, eval mode, without gradients. The third value is {"path", "global_step", "store":
+    {"path", "identity"}, ...} of checkpoint.json; for an exported folder only its path.
+    Raises CheckpointMismatch when nothing loadable is there.
+    """
+    folder = path
+    if not (path / "config.json").is_file():
+        found, ignored = newest_complete(path) if path.is_dir() else (None, [])
+        if found is None:
+            reasons = "".join(f"; {item.path.name}: {item.reason}" for item in ignored)
+            raise CheckpointMismatch(
+                f"{path} is neither a run with a complete checkpoint, nor a checkpoint, nor an "
+                f"exported drafter{reasons}; run `dflash train` first"
+            )
+        folder = found
+    weights = folder / (DRAFTER_FILE if (folder / DRAFTER_FILE).is_file() else EXPORTED_FILE)
+    if not weights.is_file():
+        raise CheckpointMismatch(f"{folder} has a config.json but neither {DRAFTER_FILE} nor {EXPORTED_FILE}")
+    config = DrafterConfig.from_hf_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    tensors = load_file(weights)
+    drafter = Drafter(config)
+    drafter.to(next(iter(tensors.values())).dtype)
+    _load_strictly(drafter, tensors, folder)
+    drafter.eval().requires_grad_(False)
+    info = read_info(folder) if (folder / INFO_FILE).is_file() else {}
+    return drafter, config, {"path": str(folder), **info}
+
+
+def _load_strictly(drafter: Drafter, tensors: dict[str, torch.Tensor], where: Path) -> None:
+    own = drafter.state_dict()
+    for name in sorted({*own, *tensors}):
+        have = None if name not in tensors else tuple(tensors[name].shape)
+        want = None if name not in own else tuple(own[name].shape)
+        if have != want:
+            raise StoreDamaged(
+                f"{where}: tensor {name} has shape {have}, the config says {want}; the folder is damaged "
+                "or from another drafter"
+            )
+    drafter.load_state_dict(tensors)

@@ -1,0 +1,152 @@
+"""The parent side of `dflash train`: check everything cheap first, write run.json, start the workers, sum up.
+
+No torch: what kills a worker does not kill this process. Called by cli.py. Next: train.py (what a worker does).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from manifests.commit import read
+from manifests.runs import recorded
+from shared import provenance
+from shared.atomic import require_writable, write_json
+from shared.config import to_dict
+from shared.errors import ConfigRefused, MaskTokenMissing, MaskTokenOutOfRange, NothingLeft, StoreDamaged
+from shared.launch import LaunchSpec, run_workers
+from shared.progress import say, summary
+from shared.store import TeacherStore, require_same
+from stage2_train import checkpoint_folder
+from stage2_train.config import FREE_FIELDS, TrainConfig
+from stage2_train.data import open_store, select, total_steps
+from stage2_train.drafter_config import DrafterConfig, drafter_geometry
+
+RUN_FILE = "run.json"
+
+
+def launch(config: TrainConfig) -> None:
+    """`dflash train`: returns when the run is finished; everything else is an error with its exit code."""
+    run_dir = config.run_dir()
+    run = check(config)
+    with recorded(run_dir, "train", run["config"]) as run_id:
+        done = open_run(run_dir, run, config)
+        if done == run["total_steps"]:
+            _print_summary(run_dir, run, f"already finished: {done} steps")
+            return
+        run_workers(
+            LaunchSpec(
+                run_dir=run_dir,
+                role="train",
+                entry="stage2_train.train:main",
+                num_workers=config.nproc,
+                environment={"DFLASH_RUN_ID": run_id}
+                | ({"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}),
+            )
+        )
+    _print_summary(run_dir, run, f"trained {run['total_steps']} steps")
+
+
+def check(config: TrainConfig) -> dict[str, Any]:
+    """Refuse what cannot work and return what run.json will hold; writes nothing.
+
+    Raises StoreMissing, StoreIncomplete, StoreMismatch, MaskTokenMissing, MaskTokenOutOfRange, NothingLeft,
+    ConfigRefused or PathNotWritable.
+    """
+    store = open_store(config.store)
+    identity = store.identity
+    if config.target is not None:
+        _check_target(config.target, store)
+    drafter = geometry(config, store)
+    documents, _ = select(store, "train")
+    if not documents:
+        raise NothingLeft(
+            f"{config.store} has no training document with two supervised tokens in a row; "
+            f"it holds {len(store.documents)} documents"
+        )
+    require_writable(config.run_dir())
+    steps = config.steps
+    if steps is None:
+        steps = total_steps([ref.length for ref in documents], config)
+    return {
+        "command": "train",
+        "config": to_dict(config),
+        "drafter": drafter.to_hf_config(),
+        "total_steps": steps,
+        "store": {"path": str(config.store.resolve()), "identity": identity},
+    }
+
+
+def geometry(config: TrainConfig, store: TeacherStore) -> DrafterConfig:
+    """The drafter this command asks for on this store."""
+    identity = store.identity
+    mask = config.mask_token_id if config.mask_token_id is not None else identity.get("mask_token_id")
+    if mask is None:
+        raise MaskTokenMissing(
+            f"{config.store} names no mask token; pass --mask-token-id (an unused row of the target's embedding)"
+        )
+    if not 0 <= mask < identity["vocab_size"]:
+        raise MaskTokenOutOfRange(
+            f"mask token {mask} has no embedding row: the target's vocabulary has "
+            f"{identity['vocab_size']}; pass another --mask-token-id"
+        )
+    path = store.target_dir / "config.json"
+    if not path.is_file():
+        raise StoreDamaged(f"{path} is missing; run the same `dflash extract` command to write it again")
+    drafter = drafter_geometry(json.loads(path.read_text(encoding="utf-8")), config.geometry(identity, mask))
+    if drafter.hidden_size != drafter.target_hidden_size:
+        raise ConfigRefused(
+            f"--hidden-size {drafter.hidden_size} differs from the target's {drafter.target_hidden_size}: "
+            "the drafter shares the target's embedding and head"
+        )
+    return drafter
+
+
+def _check_target(target: str, store: TeacherStore) -> None:
+    from shared.target_identity import target_identity
+
+    named = store.identity["target"]
+    asked = target_identity(target)
+    compared = ("weights_sha256", "config_sha256", "tokenizer_sha256", "num_hidden_layers", "hidden_size", "vocab_size")
+    require_same(named, {field: asked[field] for field in compared if field in named}, store.path)
+
+
+def open_run(run_dir: Path, run: dict[str, Any], config: TrainConfig) -> int:
+    """Write run.json, after making sure that what the folder holds is the same run; returns the steps already saved.
+
+    Raises CheckpointMismatch when a checkpoint there was made under other settings, ConfigRefused with --no-resume.
+    """
+    newest, ignored = checkpoint_folder.newest_complete(run_dir)
+    for item in ignored:
+        say(f"ignored {item.path}: {item.reason}")
+    done = 0
+    if newest is not None:
+        if not config.resume:
+            raise ConfigRefused(
+                f"{run_dir} already holds {newest.name}; drop --no-resume to continue it, or choose another --run"
+            )
+        info = checkpoint_folder.read_info(newest)
+        checkpoint_folder.require_same(info, run, FREE_FIELDS, newest)
+        done = int(info["global_step"])
+        say(f"continuing {newest} (step {done} of {run['total_steps']})")
+    write_json(run_dir / RUN_FILE, run | {"provenance": provenance.collect()})
+    return done
+
+
+def _print_summary(run_dir: Path, run: dict[str, Any], headline: str) -> None:
+    metrics = read(run_dir, "metrics")
+    estimates = [m for m in metrics if m["split"] == "heldout" and m["name"] == "acceptance_length_estimate"]
+    losses = [m for m in metrics if m["split"] == "train" and m["name"] == "loss"]
+    newest, _ = checkpoint_folder.newest_complete(run_dir)
+    pairs: list[tuple[str, Any]] = [("run", run_dir), ("store", run["store"]["path"]), ("checkpoint", newest)]
+    if losses:
+        pairs.append(("loss", f"{losses[0]['value']:.4f} -> {losses[-1]['value']:.4f}"))
+    if estimates:
+        pairs.append(
+            ("held-out acceptance length (estimate)", f"{estimates[0]['value']:.3f} -> {estimates[-1]['value']:.3f}")
+        )
+    else:
+        pairs.append(("held-out acceptance length (estimate)", "none: the store has no held-out document"))
+    pairs.append(("next", f"dflash eval --run {run_dir}"))
+    summary(headline, pairs)

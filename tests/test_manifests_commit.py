@@ -1,0 +1,83 @@
+"""Records: whole or absent, from many processes, in the order of their time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manifests.commit import Ledger, files_of, latest, read
+from manifests.records import KINDS, EventRecord, MetricRecord, RunRecord, columns_of
+
+
+def test_append_and_read_in_order(tmp_path: Path) -> None:
+    for rank in (1, 0):
+        Ledger(tmp_path, f"r{rank}").append(EventRecord(run_id="a", event=f"rank {rank} é"))
+    assert [record["event"] for record in read(tmp_path, "events")] == ["rank 1 é", "rank 0 é"]
+    assert len(files_of(tmp_path, "events")) == 2
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 7))
+def test_a_torn_last_line_costs_itself_only(tmp_path: Path, cut: int) -> None:
+    ledger = Ledger(tmp_path, "w")
+    for step in (1, 2):
+        ledger.append(MetricRecord(run_id="a", global_step=step, split="train", name="loss", value=step / 2))
+    path = files_of(tmp_path, "metrics")[0]
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert [record["global_step"] for record in read(tmp_path, "metrics")] == ([1, 2] if cut == 1 else [1])
+    ledger.append(MetricRecord(run_id="a", global_step=3, split="train", name="loss", value=0.0))
+    assert [record["global_step"] for record in read(tmp_path, "metrics")] == ([1, 2, 3] if cut == 1 else [1, 3])
+
+
+def test_a_non_finite_number_is_refused_not_written(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, "w")
+    with pytest.raises(ValueError):
+        ledger.append(MetricRecord(run_id="a", global_step=1, split="train", name="loss", value=float("nan")))
+    assert read(tmp_path, "metrics") == []
+
+
+@pytest.mark.crash
+def test_kill_while_appending_leaves_whole_records(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from manifests.commit import Ledger
+from manifests.records import EventRecord
+ledger = Ledger(Path(sys.argv[1]), "w")
+step = 0
+while True:
+    ledger.append(EventRecord(run_id="a", event=str(step), message="x" * 5000))
+    print(step, flush=True)
+    step += 1
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        said = [int(child.stdout.readline()) for _ in range(30)]
+        child.kill()
+        said += [int(line) for line in child.stdout.read().split()]
+    found = [int(record["event"]) for record in read(tmp_path, "events")]
+    assert found[: len(said)] == said, "an acknowledged record is missing"
+    assert len(found) <= len(said) + 1
+
+
+def test_latest_wins() -> None:
+    records = [{"block": 1, "n": 1}, {"block": 2, "n": 2}, {"block": 1, "n": 3}]
+    assert latest(records, "block") == {1: {"block": 1, "n": 3}, 2: {"block": 2, "n": 2}}
+
+
+def test_columns_follow_the_declarations() -> None:
+    assert columns_of("runs")["exit_code"] == "BIGINT"
+    assert columns_of("runs")["detail"] == "JSON"
+    assert columns_of("evaluations")["plain_tokens_per_second"] == "DOUBLE"
+    assert all(list(columns_of(kind))[:3] == ["folder", "writer", "time"] for kind in KINDS)
+
+
+def test_record_lines_are_plain_json(tmp_path: Path) -> None:
+    Ledger(tmp_path, "w").append(
+        RunRecord(run_id="a", command="train", state="started", detail={"config": {"steps": 3}})
+    )
+    line = files_of(tmp_path, "runs")[0].read_text().splitlines()[0]
+    assert json.loads(line)["detail"] == {"config": {"steps": 3}}

@@ -1,0 +1,99 @@
+"""Files are there in full or not there, and the disk's faults become one sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from shared import atomic
+from shared.errors import DiskFull, PathNotWritable, RunBusy
+
+
+def test_write_replaces_whole_and_leaves_no_partial(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    atomic.write_json(path, {"a": 1})
+    atomic.write_json(path, {"a": "é"})
+    assert path.read_text(encoding="utf-8") == '{\n  "a": "é"\n}\n'
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state"
+    atomic.write_bytes(path, b"old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskFull) as caught:
+        atomic.write_bytes(path, b"new")
+    assert str(path) in str(caught.value)
+    assert path.read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_published_folder_never_changes(tmp_path: Path) -> None:
+    final = tmp_path / "block"
+    for content in ("first", "second"):
+        temporary = atomic.temporary_dir(final)
+        (temporary / "data").write_text(content)
+        if content == "first":
+            atomic.publish_dir(temporary, final)
+        else:
+            with pytest.raises(FileExistsError):
+                atomic.publish_dir(temporary, final)
+    assert (final / "data").read_text() == "first"
+    assert atomic.remove_partials(tmp_path) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["block"]
+
+
+@pytest.mark.crash
+def test_kill_while_writing_never_leaves_a_torn_file(tmp_path: Path) -> None:
+    path = tmp_path / "value"
+    code = textwrap.dedent("""
+        import sys
+        from pathlib import Path
+        from shared.atomic import write_bytes
+        print("ready", flush=True)
+        while True:
+            for byte in (b"a", b"b"):
+                write_bytes(Path(sys.argv[1]), byte * 200_000)
+    """)
+    for delay in (0.02, 0.05, 0.11):
+        with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(delay)
+            child.send_signal(signal.SIGKILL)
+        content = path.read_bytes()
+        assert len(content) == 200_000
+        assert len(set(content)) == 1
+
+
+def test_unwritable_path_is_named_before_any_work(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(PathNotWritable) as caught:
+        atomic.require_writable(file / "runs" / "x.zarr")
+    assert "is a file" in str(caught.value)
+    with pytest.raises(PathNotWritable):
+        atomic.require_writable(Path("/proc/dflash/x.zarr"))
+    atomic.require_writable(tmp_path / "new" / "x.zarr")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"file"}
+
+
+def test_a_folder_has_one_owner_and_names_it(tmp_path: Path) -> None:
+    code = "import sys, pathlib, shared.atomic\nwith shared.atomic.owned(pathlib.Path(sys.argv[1])): print('mine')"
+    with atomic.owned(tmp_path):
+        other = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+        assert RunBusy.__name__ in other.stderr
+        assert f"process {os.getpid()}" in other.stderr
+    after = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert after.stdout == "mine\n"

@@ -1,0 +1,85 @@
+"""One declaration per knob: options, TOML defaults and the JSON form all come from the dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from shared.config import from_dict, knob, options_of, to_dict
+from shared.errors import ConfigRefused
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    data: tuple[Path, ...] = knob((), help="Files.", argument=True)
+    store: Path = knob(help="Store folder.")
+    target_layer_ids: tuple[int, ...] = knob((), help="Layers.")
+    steps: int | None = knob(None, help="Steps.")
+    rate: float = knob(6e-4, help="Rate.")
+    fused: bool = knob(True, help="Fused.")
+    mode: Literal["refuse", "skip"] = knob("refuse", help="Mode.")
+
+
+def invoke(*arguments: str) -> Any:
+    seen: list[Example] = []
+
+    @click.command()
+    @options_of(Example)
+    def command(config: Example) -> None:
+        seen.append(config)
+
+    result = CliRunner().invoke(command, arguments)
+    return seen[0] if seen else result
+
+
+def test_every_knob_is_an_option_and_arrives_typed() -> None:
+    config = invoke(
+        "a", "b", "--store", "x.zarr", "--target-layer-ids", "1,9, 17", "--steps", "5", "--no-fused", "--mode", "skip"
+    )
+    assert config == Example(
+        data=(Path("a"), Path("b")),
+        store=Path("x.zarr"),
+        target_layer_ids=(1, 9, 17),
+        steps=5,
+        fused=False,
+        mode="skip",
+    )
+    assert invoke("--store", "x").steps is None
+
+
+def test_usage_errors_exit_2() -> None:
+    for arguments in (
+        (),
+        ("--store", "x", "--mode", "maybe"),
+        ("--store", "x", "--target-layer-ids", "1,b"),
+        ("--store", "x", "--bogus", "1"),
+    ):
+        assert invoke(*arguments).exit_code == 2
+
+
+def test_toml_gives_defaults_that_the_command_line_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('store = "from-toml"\nsteps = 7\ntarget-layer-ids = [2, 4]\nfused = false\n')
+    config = invoke("--config", str(file), "--steps", "9")
+    assert (config.store, config.steps, config.target_layer_ids, config.fused) == (Path("from-toml"), 9, (2, 4), False)
+
+
+def test_unknown_toml_key_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("learning_rte = 1\n")
+    result = invoke("--config", str(file))
+    assert isinstance(result.exception, ConfigRefused)
+    assert "learning_rte" in str(result.exception)
+
+
+def test_json_round_trip_and_unknown_keys() -> None:
+    config = Example(data=(Path("a"),), store=Path("s"), target_layer_ids=(1,), steps=None)
+    assert from_dict(Example, to_dict(config)) == config
+    with pytest.raises(ConfigRefused) as caught:
+        from_dict(Example, {"store": "s", "stpes": 1})
+    assert "stpes" in str(caught.value)

@@ -1,0 +1,84 @@
+"""The same results on a CUDA device: features and answers, through the real commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_target import save_target
+
+from shared.cli import cli
+from shared.rows import PreparedRows
+from shared.store import TeacherStore
+from stage1_extract.plan import done_blocks
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def dflash(*arguments: object) -> None:
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, (result.output, result.exception)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_answers_and_features_are_those_of_the_cpu(tmp_path: Path, kind: str) -> None:
+    target = save_target(tmp_path / "target", kind)
+    rows = [{"id": i, "messages": [{"role": "user", "content": " ".join(WORDS[: i + 1])}]} for i in range(10)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for device in ("cpu", "cuda"):
+        dflash(
+            "prepare",
+            tmp_path / "d.jsonl",
+            "--target",
+            target,
+            "--out",
+            tmp_path / f"rows-{device}",
+            "--regenerate",
+            "--max-new-tokens",
+            12,
+            "--device",
+            device,
+            "--dtype",
+            "float32",
+        )
+    assert (
+        PreparedRows.open(tmp_path / "rows-cpu").info["rows_sha256"]
+        == PreparedRows.open(tmp_path / "rows-cuda").info["rows_sha256"]
+    )
+    found = {}
+    for device in ("cpu", "cuda"):
+        store = tmp_path / f"{device}.zarr"
+        dflash(
+            "extract",
+            "--target",
+            target,
+            "--data",
+            tmp_path / "rows-cpu",
+            "--out",
+            store,
+            "--target-layer-ids",
+            "0,2",
+            "--topk",
+            8,
+            "--block-tokens",
+            150,
+            "--device",
+            device,
+            "--dtype",
+            "float32",
+            "--shards",
+            2,
+        )
+        opened = TeacherStore(store, done_blocks(store))
+        found[device] = [opened.read_document(ref, ("hidden_states", "logsumexp")) for ref in opened.documents]
+    for cpu, cuda in zip(found["cpu"], found["cuda"], strict=True):
+        np.testing.assert_allclose(cuda["logsumexp"], cpu["logsumexp"], rtol=1e-3, atol=1e-3)
+        bits = [
+            torch.from_numpy(each["hidden_states"].view(np.int16)).view(torch.bfloat16).float() for each in (cpu, cuda)
+        ]
+        torch.testing.assert_close(bits[1], bits[0], rtol=0.02, atol=0.02)

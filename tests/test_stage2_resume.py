@@ -1,0 +1,170 @@
+"""The same numbers however a run is cut up: over passes, processes, and interruptions."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy_run import command, config_of, curve, environment, run_here
+from toy_store import counting_texts, make_store
+
+from shared.errors import CheckpointMismatch, ConfigRefused, Interrupted
+from stage2_train import train as train_module
+from stage2_train.checkpoint_folder import folder_of, newest_complete
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("stores") / "toy.zarr", counting_texts(32), blocks=2)
+
+
+def same_weights(one: Path, two: Path) -> None:
+    first, second = load_file(one / "drafter.safetensors"), load_file(two / "drafter.safetensors")
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+    states = [torch.load(path / "optimizer.pt", weights_only=True)["state"] for path in (one, two)]
+    for key, values in states[0].items():
+        for name, value in values.items():
+            assert torch.equal(value, states[1][key][name]), (key, name)
+
+
+def test_accumulation_is_exact_for_ragged_batches(store: Path, tmp_path: Path) -> None:
+    """24 short documents make a last batch with empty rows; 1, 2 or 4 rows a pass must give one curve."""
+    curves = []
+    for rows in (None, 2, 1):
+        run_here(config_of(store, tmp_path / str(rows), micro_rows=rows))
+        curves.append(curve(tmp_path / str(rows)))
+    for step, value in curves[0].items():
+        assert curves[1][step] == pytest.approx(value, rel=1e-5)
+        assert curves[2][step] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("torchrun", [False, True], ids=["own launcher", "torchrun"])
+def test_two_processes_equal_one(store: Path, tmp_path: Path, torchrun: bool) -> None:
+    config = config_of(store, tmp_path / "two")
+    run_here(config_of(store, tmp_path / "one"))
+    line = [*command(config), "--nproc=2"]
+    if torchrun:
+        line = [
+            line[0],
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            "--",
+            *command(config)[2:],
+        ]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name, split in (
+        ("loss", "train"),
+        ("grad_norm", "train"),
+        ("acceptance_length_estimate", "train"),
+        ("nll", "heldout"),
+        ("acceptance_length_estimate", "heldout"),
+    ):
+        alone, together = (curve(tmp_path / folder, name, split) for folder in ("one", "two"))
+        assert alone.keys() == together.keys()
+        assert together == pytest.approx(alone, rel=1e-5)
+    again = subprocess.run(
+        [*command(config), "--nproc=2"], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    assert "already finished: 10 steps" in again.stdout
+
+
+@pytest.mark.parametrize("stop_at", [1, 5, 8])
+def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    run_here(config_of(store, tmp_path / "straight", log_every=3))
+    cut = config_of(store, tmp_path / "cut", log_every=3)
+    asked = iter(range(1000))
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "stop_requested", lambda: next(asked) >= stop_at)
+        with pytest.raises(Interrupted, match=f"at step {stop_at} of 10"):
+            run_here(cut)
+    found, _ = newest_complete(tmp_path / "cut")
+    assert found == folder_of(tmp_path / "cut", stop_at)
+    run_here(cut)
+    same_weights(folder_of(tmp_path / "straight", 10), folder_of(tmp_path / "cut", 10))
+    for name, split in (("loss", "train"), ("grad_norm", "train"), ("accuracy_slot_01", "train"), ("nll", "heldout")):
+        assert curve(tmp_path / "cut", name, split) == curve(tmp_path / "straight", name, split)
+
+
+@pytest.mark.crash
+def test_sigterm_saves_and_the_same_command_goes_on(store: Path, tmp_path: Path) -> None:
+    config = config_of(store, tmp_path / "run")
+    more = ("--steps=3000", "--save-every=5000", "--eval-every=5000", "--log-every=5")
+    process = subprocess.Popen(
+        command(config, *more), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(curve(tmp_path / "run")) < 2:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == Interrupted.exit_code, said
+    assert "checkpoint saved" in said
+    folder, _ = newest_complete(tmp_path / "run")
+    assert folder is not None
+    step = int(folder.name.removeprefix("step-"))
+    assert step >= 10
+    resumed = subprocess.Popen(
+        command(config, *more), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while time.monotonic() < deadline + 60 and max(curve(tmp_path / "run")) < step + 10:
+        time.sleep(0.1)
+    resumed.send_signal(signal.SIGTERM)
+    _, said = resumed.communicate(timeout=60)
+    assert resumed.returncode == Interrupted.exit_code
+    assert f"continuing {folder}" in said
+
+
+def test_a_broken_checkpoint_is_named_and_the_older_one_used(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(store, tmp_path / "run", save_every=2)
+    asked = iter(range(1000))
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "stop_requested", lambda: next(asked) >= 6)
+        with pytest.raises(Interrupted):
+            run_here(config)
+    (folder_of(tmp_path / "run", 6) / "drafter.safetensors").write_bytes(b"cut")
+    run_here(config)
+    said = capsys.readouterr().err
+    assert "step-00000006: damaged" in said
+    assert "continuing" in said
+    assert "step-00000004" in said
+    run_here(config_of(store, tmp_path / "straight", save_every=2))
+    same_weights(folder_of(tmp_path / "straight", 10), folder_of(tmp_path / "run", 10))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_size": 8}, "block_size = 4, this command asks 8"),
+        ({"seed": 3}, "seed = 0, this command asks 3"),
+        ({"gamma": 2.0}, "gamma"),
+        ({"batch_rows": 2}, "batch_rows"),
+        ({"steps": 12}, "total_steps|steps"),
+        ({"mask_token_id": 38}, "mask_token_id = 39, this command asks 38"),
+        ({"learning_rate": 1e-3}, "learning_rate"),
+    ],
+)
+def test_a_run_goes_on_only_under_its_own_settings(
+    store: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    run_here(config_of(store, tmp_path / "run", steps=2))
+    with pytest.raises(CheckpointMismatch, match=said):
+        run_here(config_of(store, tmp_path / "run", **{"steps": 2, **changes}))
+    with pytest.raises(ConfigRefused, match="--no-resume"):
+        run_here(config_of(store, tmp_path / "run", steps=2, resume=False))

@@ -1,0 +1,228 @@
+"""The training loop on a small store: what it learns, records, and refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy_run import ALONE, SMALL, command, config_of, curve, environment, run_here
+from toy_store import HIDDEN, MASK, VOCAB, Text, counting_text, counting_texts, make_store
+
+from manifests.commit import read
+from shared.errors import (
+    ConfigRefused,
+    DflashError,
+    MaskTokenOutOfRange,
+    NonFinite,
+    NothingLeft,
+    PathNotWritable,
+    StoreIncomplete,
+    StoreMissing,
+)
+from stage2_train.checkpoint_folder import newest_complete
+from stage2_train.config import TrainConfig
+from stage2_train.data import open_store, select
+from stage2_train.estimate import estimate
+from stage2_train.schedule import learning_rate
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("stores") / "toy.zarr", counting_texts(32), blocks=2)
+
+
+def test_one_document_is_learnt_until_every_slot_is_right(tmp_path: Path) -> None:
+    text = counting_text(3, 2, 4, 30)
+    store = make_store(tmp_path / "x.zarr", [text])
+    parts = run_here(
+        config_of(
+            store,
+            tmp_path / "run",
+            steps=150,
+            batch_rows=1,
+            anchors=29,
+            eval_every=1000,
+            save_every=1000,
+            log_every=50,
+            learning_rate=1e-2,
+        )
+    )
+    found = estimate(parts.drafter, parts.builder, parts.share, parts.engine, ALONE)
+    assert all(found[f"accuracy_slot_{slot:02d}"] == 1.0 for slot in (1, 2, 3))
+    # 29 anchors, of which the last two reach only 2 and 1 more tokens: 1 + 3 drafted tokens otherwise.
+    assert found["acceptance_length_estimate"] == pytest.approx((27 * 4 + 3 + 2) / 29)
+
+
+def test_the_targets_tables_are_not_trained_and_not_saved(store: Path, tmp_path: Path) -> None:
+    parts = run_here(config_of(store, tmp_path / "run", steps=3))
+    tables = open_store(store).load_head()
+    assert torch.equal(parts.engine.embed_tokens, tables["embed_tokens"].float())
+    assert torch.equal(parts.engine.head.weight, tables["lm_head"].float())
+    folder, _ = newest_complete(tmp_path / "run")
+    assert folder is not None
+    assert not any("embed" in name or "head" in name for name in load_file(folder / "drafter.safetensors"))
+
+
+def test_records_hold_the_curve_the_estimates_and_the_engine(store: Path, tmp_path: Path) -> None:
+    run_here(config_of(store, tmp_path / "run"))
+    assert sorted(curve(tmp_path / "run")) == list(range(1, 11))
+    assert sorted(curve(tmp_path / "run", "acceptance_length_estimate", "heldout")) == [0, 4, 8, 10]
+    assert sorted(r["global_step"] for r in read(tmp_path / "run", "checkpoints")) == [4, 8, 10]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == [f"step-{n:08d}" for n in (4, 8, 10)]
+    events = {r["event"]: r["detail"] for r in read(tmp_path / "run", "events")}
+    assert events["engine"]["attention"] == "sdpa"
+    assert events["data"]["documents"] == 24
+    for name in (
+        "accuracy_slot_01",
+        "acceptance_slot_03",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second",
+        "memory_bytes",
+    ):
+        assert len(curve(tmp_path / "run", name)) == 10
+
+
+def test_a_store_without_held_out_documents_is_said(tmp_path: Path) -> None:
+    run_here(config_of(make_store(tmp_path / "x.zarr", [counting_text(0, 1, 3, 20)]), tmp_path / "run", steps=2))
+    assert "no held-out documents" in {r["event"] for r in read(tmp_path / "run", "events")}
+    assert curve(tmp_path / "run", "acceptance_length_estimate", "heldout") == {}
+
+
+def test_a_bad_feature_stops_the_run_before_the_update(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "x.zarr", counting_texts(12), corrupt=5)
+    run = config_of(store, tmp_path / "run", max_length=41, batch_rows=1, steps=40, save_every=1, keep=50)
+    with pytest.raises(
+        NonFinite, match=r"rank 0 at step \d+, before the update; first bad gradient fc.weight; .* document \d+ are not"
+    ):
+        run_here(run)
+    folder, _ = newest_complete(tmp_path / "run")
+    if folder is not None:
+        assert all(torch.isfinite(tensor).all() for tensor in load_file(folder / "drafter.safetensors").values())
+
+
+def test_all_processes_stop_at_a_bad_feature_and_name_its_rank(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "x.zarr", counting_texts(16), corrupt=5)
+    done = subprocess.run(
+        command(config_of(store, tmp_path / "run"), "--nproc=2"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == NonFinite.exit_code, done.stderr
+    assert "first bad gradient fc.weight" in done.stderr
+    assert "on rank" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_batch_without_labels_updates_nothing_and_is_counted(tmp_path: Path) -> None:
+    lonely = Text([1, 2, 3, 4] * 12, [1, 0] * 24)
+    store = make_store(tmp_path / "x.zarr", [lonely, lonely, counting_text(0, 1, 3, 40)])
+    parts = run_here(config_of(store, tmp_path / "run", batch_rows=1, steps=9, save_every=9))
+    folder, _ = newest_complete(tmp_path / "run")
+    assert folder is not None
+    state = json.loads((folder / "checkpoint.json").read_text())["loop_state"]
+    assert state["steps_without_labels"] == 6
+    assert state["documents_without_anchors"] == 6
+    assert len(curve(tmp_path / "run")) == 3  # nothing measured, nothing recorded: not a loss of 0
+    assert len({float(p["step"]) for p in parts.optimizer.state.values()}) == 1
+    assert next(iter(parts.optimizer.state.values()))["step"] == 3
+
+
+REFUSED: list[tuple[str, dict[str, Any], type[DflashError]]] = [
+    ("no store", {"store": Path("nowhere.zarr")}, StoreMissing),
+    ("mask token without a row", {"mask_token_id": VOCAB}, MaskTokenOutOfRange),
+    ("run below a file", {"run": Path("/dev/null/run")}, PathNotWritable),
+    ("another width than the target's", {"hidden_size": HIDDEN * 2}, ConfigRefused),
+    ("heads that do not divide", {"num_heads": 3, "num_kv_heads": 2}, ConfigRefused),
+    ("flex on a CPU", {"attention": "flex"}, ConfigRefused),
+]
+
+
+@pytest.mark.parametrize(("changes", "error"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_what_cannot_work_is_refused_and_leaves_nothing(
+    store: Path, tmp_path: Path, changes: dict[str, Any], error: type[DflashError]
+) -> None:
+    with pytest.raises(error):
+        run_here(TrainConfig(**{"store": store, "run": tmp_path / "run", **SMALL, **changes}))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_the_command_says_one_line_and_its_exit_code(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "nowhere.zarr", tmp_path / "run")
+    done = subprocess.run(command(config), env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == StoreMissing.exit_code
+    assert done.stderr.count("\n") == 1
+    assert str(tmp_path / "nowhere.zarr") in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_store_with_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "x.zarr", [counting_text(0, 1, 3, 20, "heldout"), Text([1, 2, 3], [0, 0, 1])])
+    with pytest.raises(NothingLeft):
+        run_here(config_of(store, tmp_path / "run"))
+    (store / "plan.json").write_text(json.dumps({"blocks": [[0], [1]]}))
+    with pytest.raises(StoreIncomplete):
+        run_here(config_of(store, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 0},
+        {"batch_rows": 3, "nproc": 2},
+        {"micro_rows": 3},
+        {"block_size": 1},
+        {"max_length": 4},
+        {"clip": 0.0},
+        {"warmup_ratio": 1.5},
+        {"gamma": 0.0},
+        {"learning_rate": float("nan")},
+        {"keep": 0},
+    ],
+)
+def test_settings_that_contradict_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigRefused):
+        config_of(Path("x.zarr"), Path("run"), **changes)
+
+
+def test_learning_rate_rises_and_falls_like_a_cosine() -> None:
+    rates = [learning_rate(step, 100, 1.0, 0.04, 0.0) for step in range(100)]
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates[4] == 1.0
+    assert rates[52] == pytest.approx(0.5)
+    assert all(a >= b for a, b in itertools.pairwise(rates[4:]))
+    assert 0 < rates[-1] < 1e-3
+    assert learning_rate(0, 1, 1.0, 0.04, 0.0) == 1.0
+    assert learning_rate(99, 100, 1.0, 0.0, 0.1) == pytest.approx(0.1, abs=1e-3)
+
+
+@pytest.mark.parametrize(("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0), (31, 14.0)])
+def test_gamma_follows_the_block_size(block_size: int, gamma: float) -> None:
+    assert config_of(Path("x"), Path("y"), block_size=block_size).decay_gamma() == pytest.approx(gamma)
+
+
+def test_defaults_are_the_papers() -> None:
+    config = TrainConfig(store=Path("runs/x.zarr"))
+    assert (config.learning_rate, config.warmup_ratio, config.clip, config.weight_decay) == (6e-4, 0.04, 1.0, 0.0)
+    assert (config.block_size, config.num_layers, config.anchors, config.max_length, config.epochs) == (
+        16,
+        5,
+        512,
+        3072,
+        6,
+    )
+    assert config.run_dir() == Path("runs/x-train")
+
+
+def test_toy_store_is_what_the_tests_think(store: Path) -> None:
+    opened = open_store(store)
+    assert opened.identity["mask_token_id"] == MASK
+    assert (len(select(opened, "train")[0]), len(select(opened, "heldout")[0])) == (24, 8)
