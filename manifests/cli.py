@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from shared.progress import tell
+
 ROOTS = click.argument("roots", nargs=-1, type=click.Path(path_type=Path))
 
 
@@ -30,14 +32,14 @@ def status(roots: tuple[Path, ...], as_json: bool) -> None:
     folders = roots or (Path("runs"),)
     rows = statuses(folders)
     if as_json:
-        click.echo(json.dumps([row.as_dict() for row in rows], indent=2))
+        tell(json.dumps([row.as_dict() for row in rows], indent=2))
         return
     if not rows:
-        click.echo(f"nothing has run in {', '.join(map(str, folders))} yet")
+        tell(f"nothing has run in {', '.join(map(str, folders))} yet")
     for row in rows:
-        click.echo(f"{row.folder}  [{row.kind}]  {row.command} {row.state}{': ' + row.message if row.message else ''}")
+        tell(f"{row.folder}  [{row.kind}]  {row.command} {row.state}{': ' + row.message if row.message else ''}")
         for name, value in row.holds.items():
-            click.echo(f"    {name}: {_plain(value)}")
+            tell(f"    {name}: {_plain(value)}")
 
 
 @click.command()
@@ -63,13 +65,13 @@ def query(sql: str | None, roots: tuple[Path, ...], form: str | None) -> None:
 
     if not sql:
         for kind in KINDS:
-            click.echo(f"{kind}({', '.join(columns_of(kind))})")
+            tell(f"{kind}({', '.join(columns_of(kind))})")
         for name, text in named_queries().items():
-            click.echo(f"{name}: {text.splitlines()[0].removeprefix('-- ')}")
+            tell(f"{name}: {text.splitlines()[0].removeprefix('-- ')}")
         return
     require_folders(roots)
     names, rows = run_sql(roots or (Path("runs"),), sql)
-    click.echo(render(names, rows, form), nl=False)
+    tell(render(names, rows, form).removesuffix("\n"))
 
 
 def render(names: list[str], rows: list[tuple[Any, ...]], form: str | None) -> str:

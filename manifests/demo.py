@@ -27,10 +27,10 @@ class DemoConfig:
     """How large the demo is; the defaults end in minutes on two CPU cores."""
 
     out: Path = knob(Path("runs/demo"), help="Folder for everything the demo writes.")
-    prompts: int = knob(600, help="Training prompts, of those bundled.")
+    prompts: int = knob(400, help="Training prompts, of those bundled.")
     heldout: int = knob(24, help="Held-out prompts to decode.")
-    steps: int = knob(200, help="Training steps.")
-    max_new_tokens: int = knob(192, help="Tokens an answer may have.")
+    steps: int = knob(320, help="Training steps.")
+    max_new_tokens: int = knob(256, help="Tokens an answer may have.")
 
 
 @click.command()
@@ -62,7 +62,8 @@ def commands(config: DemoConfig) -> list[tuple[str, list[str]]]:
     out = config.out
     rows, store, run, export = out / "rows", out / "store.zarr", out / "train", out / "drafter"
     target, heldout = str(bundled() / "target"), str(bundled() / "prompts_heldout.jsonl")
-    evaluation = ["--data", heldout, "--limit", str(config.heldout), "--max-new-tokens", str(config.max_new_tokens)]
+    evaluation = ["--data", heldout, "--max-new-tokens", str(config.max_new_tokens), "--limit"]
+    few = str(min(config.heldout, 8))  # an untrained drafter gains nothing on any prompt: eight show it
     return [
         ("the target writes the answers that the drafter will learn to foresee", [
             "prepare", str(bundled() / "prompts_train.jsonl"), "--target", target, "--regenerate", "--out", str(rows),
@@ -76,13 +77,13 @@ def commands(config: DemoConfig) -> list[tuple[str, list[str]]]:
         ("stage 2: train the drafter from the store; the target is not needed", [
             "train", "--store", str(store), "--run", str(run), "--steps", str(config.steps), "--num-layers", "3",
             "--batch-rows", "8", "--max-length", "320", "--anchors", "24", "--optimizer", "muon",
-            "--learning-rate", "1e-2", "--eval-every", "50", "--save-every", "50",
+            "--learning-rate", "1e-2", "--eval-every", "80", "--save-every", "80",
         ]),
         ("before training: the same drafter at its first weights, decoding for real", [
-            "eval", "--run", str(run), "--untrained", *evaluation,
+            "eval", "--run", str(run), "--untrained", "--timed-prompts", "0", *evaluation, few,
         ]),
         ("after training: acceptance length, and proof that the text is the target's own", [
-            "eval", "--run", str(run), *evaluation,
+            "eval", "--run", str(run), *evaluation, str(config.heldout),
         ]),
         ("the folder that serving engines read", ["export", "--run", str(run), "--out", str(export)]),
         ("what there is now", ["status", str(out)]),

@@ -6,6 +6,7 @@ nor read files. A convenience barrier for careful people, as DuckDB's own securi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -14,19 +15,20 @@ from typing import Any
 from manifests.commit import files_of
 from manifests.records import KINDS, columns_of
 from shared.errors import ConfigRefused, DataMissing
+from shared.progress import say
 
 
 def run_folders(roots: Iterable[Path]) -> list[Path]:
     """Every folder at or below the roots that has a manifest; stores and runs alike. Missing roots give nothing."""
     found: set[Path] = set()
     for root in roots:
-        if root.is_dir():
+        if os.path.isdir(root):  # noqa: PTH112 - False, not an error, where we may not look
             found.update(_walk(root, depth=4))
     return sorted(found)
 
 
 def _walk(folder: Path, depth: int) -> list[Path]:
-    if (folder / "manifest").is_dir():
+    if os.path.isdir(folder / "manifest"):  # noqa: PTH112 - as above
         nested = [] if folder.suffix == ".zarr" else _below(folder, depth)
         return [folder, *nested]
     return _below(folder, depth)
@@ -37,10 +39,14 @@ def _below(folder: Path, depth: int) -> list[Path]:
     skip = {"blocks", "manifest", "checkpoints", "logs", "target"}
     if depth == 0:
         return []
-    children = [child for child in folder.iterdir() if child.name not in skip and not child.name.startswith(".")]
-    return [
-        found for child in children if child.is_dir() and not child.is_symlink() for found in _walk(child, depth - 1)
-    ]
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        say(f"passed over {folder}: {error.strerror}")
+        return []
+    children = [entry for entry in entries if entry.name not in skip and not entry.name.startswith(".")]
+    folders = [Path(entry.path) for entry in children if entry.is_dir(follow_symlinks=False)]
+    return [found for child in folders for found in _walk(child, depth - 1)]
 
 
 def connect(roots: Sequence[Path]) -> Any:
@@ -68,6 +74,9 @@ def _load(connection: Any, kind: str, folders: Sequence[Path]) -> None:
     fields = ", ".join(_field(name, sql) for name, sql in columns.items() if name != "folder")
     for folder in folders:
         for path in files_of(folder, kind):
+            if not os.access(path, os.R_OK):
+                say(f"passed over {path}: no permission to read it")
+                continue
             # Lines first, JSON second: a torn last line must cost that line, not the query.
             connection.execute(
                 f"INSERT INTO {kind} SELECT ?, {fields} FROM read_csv(?, {_LINES}) "

@@ -10,43 +10,69 @@ import fcntl
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from manifests.commit import Ledger
+from manifests.commit import Ledger, read
 from manifests.records import RunRecord
 from shared import provenance
 from shared.atomic import owned
-from shared.errors import DflashError, Interrupted
+from shared.errors import ConfigRefused, DflashError, DiskFull, Interrupted, PathNotWritable
+from shared.stop import StopRequest, shielded
 
 
 @contextmanager
 def recorded(folder: Path, command: str, config: dict[str, Any]) -> Iterator[str]:
     """Own `folder`, record that `command` started with this config and these versions, and how it ended.
 
-    Yields the run id. Raises RunBusy when another living process owns the folder; re-raises everything.
+    An evaluation owns only the folder's `evaluations`, so that it runs beside the training it measures. Yields the run
+    id. Raises RunBusy when another living process owns the same, ConfigRefused when the folder was made by a command
+    of another kind; re-raises everything.
     """
-    with owned(folder):
+    require_kind(folder, command)
+    with owned(owned_part(folder, command)):
         run_id = uuid.uuid4().hex[:12]
         ledger = Ledger(folder, f"{command}-{run_id}")
         detail = {"config": config, "provenance": provenance.collect()}
-        ledger.append(RunRecord(run_id=run_id, command=command, state="started", detail=detail))
         try:
+            ledger.append(RunRecord(run_id=run_id, command=command, state="started", detail=detail))
             yield run_id
         except BaseException as error:
             code = (
                 error.exit_code
                 if isinstance(error, DflashError)
                 else Interrupted.exit_code
-                if isinstance(error, KeyboardInterrupt)
+                if isinstance(error, KeyboardInterrupt | StopRequest)
                 else 1
             )
             state = "interrupted" if code == Interrupted.exit_code else "failed"
             message = f"{type(error).__name__}: {error}"
-            ledger.append(RunRecord(run_id=run_id, command=command, state=state, exit_code=code, message=message))
+            # A disk that is full takes no record either; the fault itself is what the user must read.
+            with shielded(), suppress(DiskFull, PathNotWritable):
+                ledger.append(RunRecord(run_id=run_id, command=command, state=state, exit_code=code, message=message))
             raise
-        ledger.append(RunRecord(run_id=run_id, command=command, state="finished", exit_code=0))
+        with shielded():
+            ledger.append(RunRecord(run_id=run_id, command=command, state="finished", exit_code=0))
+
+
+def owned_part(folder: Path, command: str) -> Path:
+    """The part of a folder that a command must have for itself."""
+    return folder / "evaluations" if command == "eval" else folder
+
+
+def require_kind(folder: Path, command: str) -> None:
+    """Raise ConfigRefused when `folder` is the work of another kind of command: their files would mix.
+
+    Rows, stores and runs have a folder each; eval and export write into the folder of their run or one of their own.
+    """
+    theirs = {"prepare", "extract", "train"} - ({"train"} if command in ("eval", "export") else {command})
+    for record in read(folder, "runs"):
+        if record["command"] in theirs:
+            raise ConfigRefused(
+                f"{folder} was made by `dflash {record['command']}`, so `dflash {command}` must not write there; "
+                "choose another folder"
+            )
 
 
 def is_owned(folder: Path) -> bool:

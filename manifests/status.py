@@ -10,7 +10,7 @@ from typing import Any
 
 from manifests.commit import latest, read
 from manifests.query import run_folders
-from manifests.runs import is_owned
+from manifests.runs import is_owned, owned_part
 from shared.progress import combine, line
 
 
@@ -32,14 +32,23 @@ class FolderStatus:
 
 def statuses(roots: Sequence[Path]) -> list[FolderStatus]:
     """The status of every folder with a manifest at or below the roots."""
-    return [status_of(folder) for folder in run_folders(roots)]
+    return [_status_or_fault(folder) for folder in run_folders(roots)]
+
+
+def _status_or_fault(folder: Path) -> FolderStatus:
+    """One folder that cannot be read must not hide the others."""
+    try:
+        return status_of(folder)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}"
+        return FolderStatus(str(folder), "folder", "", "unreadable", message)
 
 
 def status_of(folder: Path) -> FolderStatus:
     """The status of one folder."""
     runs = read(folder, "runs")
     last = runs[-1] if runs else {"command": "", "state": "empty", "message": ""}
-    state, message = verdict(last, is_owned(folder))
+    state, message = verdict(last, is_owned(owned_part(folder, str(last["command"]))))
     if state == "running":
         message = _progress_line(folder, str(last["command"])) or message
     return FolderStatus(str(folder), _kind(folder), last["command"], state, message, _holds(folder))

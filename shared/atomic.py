@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import uuid
@@ -18,34 +19,66 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shared.errors import DiskFull, PathNotWritable, RunBusy
+from shared.errors import DflashError, DiskFull, PathNotWritable, RunBusy
 
 PARTIAL = ".partial"
-# ENOENT too: some file systems (/proc, vanished mounts) answer a create with it.
-_UNWRITABLE = (
-    errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP,
-)  # fmt: skip
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What a disk answers by itself, wherever a command touches it: never a bug of ours.
+_REFUSED = (errno.EACCES, errno.EROFS, errno.EPERM, errno.EIO, errno.EFBIG, errno.ESTALE)
+# When writing also these. ENOENT too: some file systems (/proc, vanished mounts) answer a create with it.
+_UNWRITABLE = (*_REFUSED, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 @contextmanager
 def disk_faults(path: Path) -> Iterator[None]:
     """Turn the operating system's disk errors into one sentence with the numbers.
 
-    Raises DiskFull for ENOSPC and EDQUOT, PathNotWritable when the path cannot be written.
+    Raises DiskFull for ENOSPC and EDQUOT, PathNotWritable when the path cannot be written. Libraries that wrap the
+    system's error in their own (safetensors, torch) are understood too.
     """
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(
-                f"disk full while writing {path} ({free_bytes(path):,} bytes free); make room, then run "
-                "the same command again: finished work is kept"
-            ) from error
-        if error.errno in _UNWRITABLE:
+    except DflashError:
+        raise
+    except Exception as error:
+        number = _system_error(error)
+        if number in _FULL:
+            raise _disk_full(path) from error
+        if number in _UNWRITABLE:
             raise PathNotWritable(
-                f"cannot write {path}: {os.strerror(error.errno or 0)}; choose another path or change its permissions"
+                f"cannot write {path}: {os.strerror(number)}; choose another path or change its permissions"
             ) from error
         raise
+
+
+def fault_of(error: OSError) -> DflashError | None:
+    """The user's fault behind an error of the system that nobody expected, if it is one (no permission, a dying disk).
+
+    For the outermost frame of a command or worker: what stays None is a bug of ours and keeps its traceback.
+    """
+    path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else Path()
+    if error.errno in _FULL:
+        return _disk_full(path)
+    if error.errno in _REFUSED:
+        return PathNotWritable(f"cannot use {path}: {os.strerror(error.errno)}; change its permissions or its place")
+    return None
+
+
+def _disk_full(path: Path) -> DiskFull:
+    return DiskFull(
+        f"disk full while writing {path} ({free_bytes(path):,} bytes free); make room, then run "
+        "the same command again: finished work is kept"
+    )
+
+
+def _system_error(error: BaseException) -> int:
+    """The errno behind an error: its own, Rust's "(os error 28)", or that of a failed write it was raised upon."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if found := re.search(r"\(os error (\d+)\)", str(error)):
+        return int(found[1])
+    behind = error.__cause__ or error.__context__
+    return behind.errno or 0 if isinstance(behind, OSError) and behind.errno in (*_FULL, *_REFUSED) else 0
 
 
 def free_bytes(path: Path) -> int:
@@ -94,10 +127,25 @@ def write_json(path: Path, value: Any) -> None:
 
 def temporary_dir(final: Path) -> Path:
     """A fresh hidden sibling of `final` to fill before `publish_dir`."""
+    final = Path(os.path.abspath(final))  # noqa: PTH100 - "." and ".." have no name, and links must stay links
     folder = final.with_name(f".{final.name}.{uuid.uuid4().hex}{PARTIAL}")
     with disk_faults(final):
         folder.mkdir(parents=True)
     return folder
+
+
+@contextmanager
+def aside(final: Path) -> Iterator[Path]:
+    """A fresh hidden sibling of `final` to fill and publish; whatever goes wrong, its space is given back.
+
+    Raises DiskFull and PathNotWritable for what the block meets.
+    """
+    folder = temporary_dir(final)
+    try:
+        with disk_faults(final):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish_dir(temporary: Path, final: Path) -> None:

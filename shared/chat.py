@@ -37,6 +37,14 @@ def require_chat_template(tokenizer: Any, where: str) -> None:
             f"the tokenizer of {where} has no chat template: add chat_template.jinja to that folder, use an instruct "
             "model, or give ready rows (input_ids and loss_mask)"
         )
+    from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise NoChatTemplate(f"the chat template of {where} is broken in line {error.lineno}: {error}") from error
+    except (TemplateError, TypeError, ValueError):
+        return  # it refuses this one conversation; each row says so for itself
 
 
 def as_token_ids(encoded: Any) -> list[int]:

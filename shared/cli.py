@@ -9,10 +9,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import NoReturn
 
 import click
 
+from shared.atomic import fault_of
 from shared.errors import DflashError, Interrupted
+from shared.progress import say
+from shared.stop import StopRequest, ignore_stop, install_stop
 
 # name: (module, function, one line for `dflash --help`). The line is repeated here so that help imports nothing.
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -62,18 +66,40 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: one line and an exit code for user faults, a traceback only for our bugs."""
+    _open_standard_streams()
+    install_stop()
     try:
         cli.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; run the same command again to go on", err=True)
-        sys.exit(Interrupted.exit_code)
+    except (click.Abort, KeyboardInterrupt, StopRequest) as error:
+        ignore_stop()
+        _fail(Interrupted(f"stopped on request ({str(error) or 'Ctrl-C'}); run the same command again to go on"))
     except DflashError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # `dflash query ... | head`: the reader has seen enough; keep the interpreter's own flush quiet too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail(error)
+    except OSError as error:
+        fault = fault_of(error)
+        if fault is None:
+            raise
+        _fail(fault)
     sys.exit(0)
+
+
+def _open_standard_streams() -> None:
+    """A command started with `2>&-` would open its next file as descriptor 2, and messages would land in it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number, inheritable=True)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def _fail(error: DflashError) -> NoReturn:
+    """The one line of a user fault and its exit code; line breaks of a library's message become spaces."""
+    say(f"error: {' '.join(str(error).split())}")
+    sys.exit(error.exit_code)

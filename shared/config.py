@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
 import tomllib
 import types
 import typing
@@ -42,12 +44,20 @@ class _CommaSeparated(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         self.name = f"{item.__name__},..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, (tuple, list)):
-            return tuple(self.item(part) for part in value)
+        parts = value if isinstance(value, (tuple, list)) else [part for part in str(value).split(",") if part.strip()]
         try:
-            return tuple(self.item(part) for part in str(value).split(",") if part.strip())
-        except ValueError:
+            return tuple(self.item(part) for part in parts)
+        except (ValueError, TypeError):
             self.fail(f"{value!r} is not a comma-separated list of {self.item.__name__}", param, ctx)
+
+
+class _FilePath(click.Path):
+    """A path; an empty one (an unset shell variable) would silently mean the working folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def _strip_optional(hint: Any) -> Any:
@@ -65,7 +75,7 @@ def _click_type(hint: Any) -> Any:
     if get_origin(hint) is tuple:
         return _CommaSeparated(get_args(hint)[0])
     if hint is Path:
-        return click.Path(path_type=Path)
+        return _FilePath(path_type=Path, readable=False)  # what cannot be read is said by who reads it, with its code
     return hint
 
 
@@ -105,6 +115,8 @@ def options_of(config_class: type[ConfigT]) -> Callable[[Callable[[ConfigT], Any
     def decorate(function: Callable[[ConfigT], Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapper(**values: Any) -> Any:
+            for name, value in values.items():
+                _refuse_impossible(name, value)
             return function(config_class(**values))
 
         parameters = [_parameter(field, hint) for field, hint in knob_fields(config_class)]
@@ -124,6 +136,19 @@ def options_of(config_class: type[ConfigT]) -> Callable[[Callable[[ConfigT], Any
     return decorate
 
 
+def _refuse_impossible(name: str, value: Any) -> None:
+    """What no option can mean, whichever command it belongs to. Raises ConfigRefused."""
+    option = "--" + name.replace("_", "-")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigRefused(f"{option} is {value}; it must be a finite number")
+    if name == "seed" and not 0 <= value < 2**63:
+        raise ConfigRefused(f"--seed is {value}; it must lie in 0..2^63-1")
+    if name == "device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise ConfigRefused(f"--device is {value!r}; it must be auto, cpu, cuda or cuda:N")
+    if value == "":
+        raise ConfigRefused(f"{option} is empty; give it a value or leave it out")
+
+
 def _toml_defaults(config_class: type) -> Callable[[click.Context, click.Parameter, Path | None], None]:
     def callback(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
         if path is None:
@@ -132,15 +157,25 @@ def _toml_defaults(config_class: type) -> Callable[[click.Context, click.Paramet
             raise ConfigRefused(f"config file {path} does not exist")
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigRefused(f"config file {path} is not TOML: {error}") from error
         known = {field.name for field in dataclasses.fields(config_class)}
         unknown = sorted(key for key in values if key.replace("-", "_") not in known)
         if unknown:
             raise ConfigRefused(f"config file {path} has unknown keys {unknown}; known: {sorted(known)}")
-        ctx.default_map = {**(ctx.default_map or {}), **{k.replace("-", "_"): v for k, v in values.items()}}
+        values = {key.replace("-", "_"): value for key, value in values.items()}
+        for field, hint in knob_fields(config_class):
+            _refuse_wrong_type(field.name, values.get(field.name), hint, path)
+        ctx.default_map = {**(ctx.default_map or {}), **values}
 
     return callback
+
+
+def _refuse_wrong_type(name: str, value: Any, hint: Any, path: Path) -> None:
+    """TOML has types, and click converts text: a list for a single value, or a table, is refused here."""
+    several = get_origin(_strip_optional(hint)) is tuple
+    if isinstance(value, dict) or (isinstance(value, list) and not several):
+        raise ConfigRefused(f"config file {path}: {name} is a {type(value).__name__}, one value is expected")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -101,9 +102,7 @@ def scan_conversations(paths: Sequence[Path], counts: Counter[str] | None = None
     """
     counts = Counter() if counts is None else counts
     for path in paths:
-        if not path.is_file():
-            what = "is a folder, not a JSON lines file" if path.is_dir() else "does not exist"
-            raise DataMissing(f"data file {path} {what}; pass JSON lines with messages, conversations or input_ids")
+        require_data_file(path)
     for path in paths:
         rows = 0
         # Bytes, split at \n only: text mode would also split at U+2028 inside a string and shift the line numbers.
@@ -143,6 +142,19 @@ def read_conversations(
             on_skip(item)
 
 
+def require_data_file(path: Path) -> None:
+    """Raise DataMissing unless `path` is a file that may be read, more than once."""
+    if path.is_file() and os.access(path, os.R_OK):
+        return
+    if path.is_dir():
+        what = "is a folder, not a JSON lines file"
+    elif path.is_file():
+        what = "cannot be read: permission denied"
+    else:
+        what = "is a pipe or device, and data is read more than once" if path.exists() else "does not exist"
+    raise DataMissing(f"data file {path} {what}; pass JSON lines with messages, conversations or input_ids")
+
+
 def _open(path: Path) -> Any:
     try:
         return path.open("rb")
@@ -156,11 +168,23 @@ def _parse_line(raw: bytes, source_file: str, number: int) -> Conversation | Row
             row = json.loads(raw.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise Unusable("broken_line", DataSyntax, f"not UTF-8 at byte {error.start} of the line") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Unusable("broken_line", DataSyntax, f"not JSON: {error}") from error
+        _refuse_half_characters(row, raw)
         return parse_row(row, source_file, number)
     except Unusable as verdict:
         return verdict.at(source_file, number)
+
+
+def _refuse_half_characters(row: Any, raw: bytes) -> None:
+    """JSON can spell one half of a surrogate pair, which no tokenizer and no file can take. Raises Unusable."""
+    if b"\\ud" not in raw.lower():
+        return
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise Unusable("broken_character", DataSyntax, f"{half} is half a character (a lone surrogate)") from error
 
 
 def parse_row(row: Any, source_file: str, line_number: int) -> Conversation:

@@ -20,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shared.errors import Interrupted, WorkerFailed, error_classes
+from shared.atomic import disk_faults, free_bytes
+from shared.errors import DiskFull, Interrupted, PathNotWritable, WorkerFailed, error_classes
 from shared.progress import Display, combine, progress_path
 from shared.worker import ending_path
 
@@ -47,8 +48,9 @@ def run_workers(spec: LaunchSpec) -> None:
     Raises the worker's own DflashError class when it recorded one, WorkerFailed for anything else that is not a
     clean ending (a signal, a bug, exit 0 without having finished), Interrupted after a requested stop.
     """
-    for folder in ("logs", "workers", "progress"):
-        (spec.run_dir / folder).mkdir(parents=True, exist_ok=True)
+    with disk_faults(spec.run_dir):
+        for folder in ("logs", "workers", "progress"):
+            (spec.run_dir / folder).mkdir(parents=True, exist_ok=True)
     for rank in range(spec.num_workers):
         ending_path(spec.run_dir, spec.role, rank).unlink(missing_ok=True)
         progress_path(spec.run_dir, spec.role, rank).unlink(missing_ok=True)
@@ -151,6 +153,13 @@ def _fault(spec: LaunchSpec, rank: int, code: int) -> Exception:
     known = error_classes().get(str(ending.get("error")))
     if known is not None:
         return known(ending["message"])
+    if not ending:
+        for kind in (DiskFull, PathNotWritable):
+            if code == kind.exit_code:  # it had no place to write its sentence
+                return kind(
+                    f"{spec.role} worker {rank} could not write in {spec.run_dir} ({free_bytes(spec.run_dir):,} bytes "
+                    "free); make room or change its permissions, then run the same command again"
+                )
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     state = _read_json(progress_path(spec.run_dir, spec.role, rank))
     where = (

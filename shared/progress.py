@@ -6,17 +6,20 @@ Workers write their numbers into one small file each (`Reporter`); the foregroun
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
+
+from shared.errors import DiskFull
 
 WRITE_EVERY_S = 0.25
 PLAIN_LINE_EVERY_S = 5.0
@@ -55,8 +58,9 @@ class Reporter:
             "numbers": numbers,
         }
         temporary = self.path.with_suffix(f".{os.getpid()}.partial")
-        temporary.write_text(json.dumps(state))
-        temporary.replace(self.path)
+        with suppress(OSError):  # on a full disk the work itself must say so, not its view
+            temporary.write_text(json.dumps(state))
+            temporary.replace(self.path)
 
 
 def progress_path(run_dir: Path, role: str, rank: int) -> Path:
@@ -135,6 +139,13 @@ class Display:
 
     def show(self, shot: Snapshot) -> None:
         """Draw one snapshot; never raises when the terminal is gone."""
+        try:
+            self._draw(shot)
+        except OSError:
+            self._live = None
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - lives as long as the process
+
+    def _draw(self, shot: Snapshot) -> None:
         if self._live is not None:
             numbers = "  ".join(f"{k} {_number(v)}" for k, v in shot.numbers.items())
             self._live.update(
@@ -156,7 +167,8 @@ class Display:
     def close(self) -> None:
         """Leave the terminal clean."""
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
 
 
 def _rich_bar(title: str) -> tuple[Any, Any]:
@@ -185,6 +197,23 @@ def say(text: str) -> None:
         click.echo(text, err=True)
     except OSError:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - lives as long as the process
+
+
+def tell(text: str) -> None:
+    """Print a result to stdout; as with `say`, a reader that left (`| head`) never fails the work it is about.
+
+    Raises DiskFull when stdout is a file and its disk is full: a result that was cut must not pass for one.
+    """
+    try:
+        click.echo(text)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise DiskFull(
+                f"the output cannot be written: {os.strerror(error.errno or 0)}; send it elsewhere"
+            ) from error
+        # The descriptor too: the interpreter's own flush at exit would complain about what is still buffered.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class Bar:
@@ -221,6 +250,4 @@ def progress(phase: str, total: float | None, unit: str, title: str = "dflash") 
 def summary(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
     """Print what a command made and where: a heading and aligned `name  value` lines, on stdout."""
     width = max((len(name) for name, _ in pairs), default=0)
-    click.echo(title)
-    for name, value in pairs:
-        click.echo(f"  {name.ljust(width)}  {value}")
+    tell("\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in pairs)]))

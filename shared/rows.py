@@ -21,8 +21,11 @@ import numpy as np
 
 from shared.atomic import disk_faults, write_bytes, write_json
 from shared.errors import StoreDamaged, StoreIncomplete, StoreMismatch, StoreMissing
+from shared.json_file import read_object, require_keys
 
 ROWS_FORMAT = 1
+# What `write_rows` adds to whatever its caller says.
+INFO_KEYS = ("rows_sha256", "documents", "tokens", "supervised")
 IntArray = np.ndarray[Any, Any]
 Split = Literal["train", "heldout"]
 
@@ -112,14 +115,12 @@ def read_info(folder: Path) -> dict[str, Any]:
         )
     if not path.is_file():
         raise StoreIncomplete(f"{folder} has no prepare.json, so `dflash prepare` did not finish there; run it again")
-    try:
-        info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StoreDamaged(f"{path} is not JSON ({error}); run `dflash prepare` again") from error
+    info = read_object(path, "delete it and run `dflash prepare` again")
     if info.get("format") != ROWS_FORMAT:
         raise StoreMismatch(
             f"{folder} has format {info.get('format')}, this version reads {ROWS_FORMAT}; prepare again"
         )
+    require_keys(info, INFO_KEYS, path, "delete it and run `dflash prepare` again")
     return info
 
 

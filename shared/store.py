@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.atomic import disk_faults, publish_dir, temporary_dir, write_json
+from shared.atomic import aside, disk_faults, publish_dir, write_json
 from shared.errors import StoreDamaged, StoreMismatch, StoreMissing
+from shared.json_file import read_object
 from shared.shard_file import ShardGrid, read_index, read_rows, write_shards
 from shared.store_layout import ARRAYS, STORE_FORMAT, block_dir, chunks_of
 
@@ -43,10 +44,7 @@ def read_identity(store: Path) -> dict[str, Any]:
     path = store / "store.json"
     if not path.is_file():
         raise StoreMissing(f"no teacher store at {store} (no store.json); make one with `dflash extract --out {store}`")
-    try:
-        identity: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StoreDamaged(f"{path} is not JSON ({error}); restore it or extract again") from error
+    identity = read_object(path, "restore it or extract again")
     if identity.get("format") != STORE_FORMAT:
         raise StoreMismatch(
             f"{store} has format {identity.get('format')}, this version reads {STORE_FORMAT}; extract again"
@@ -95,8 +93,7 @@ def write_block(store: Path, block: int, arrays: Arrays) -> dict[str, Any]:
     offsets = arrays["document_offsets"]
     arrays = arrays | {"document_supervised": sums[offsets[1:]] - sums[offsets[:-1]]}
     final = block_dir(store, block)
-    temporary = temporary_dir(final)
-    with disk_faults(final), warnings.catch_warnings():
+    with aside(final) as temporary, warnings.catch_warnings():
         warnings.simplefilter("error")
         group = zarr.create_group(temporary, zarr_format=3)
         for name, values in arrays.items():
@@ -115,14 +112,14 @@ def write_block(store: Path, block: int, arrays: Arrays) -> dict[str, Any]:
                 attributes={"bits_of": layout.bits_of},
             )
             write_shards(_grid(temporary, name, values.shape), values)
-    files = [path for path in temporary.rglob("*") if path.is_file()]
-    record = {
-        "tokens": int(arrays["input_ids"].shape[0]),
-        "documents": int(arrays["document_index"].shape[0]),
-        "bytes": sum(path.stat().st_size for path in files),
-        "files": len(files),
-    }
-    publish_dir(temporary, final)
+        files = [path for path in temporary.rglob("*") if path.is_file()]
+        record = {
+            "tokens": int(arrays["input_ids"].shape[0]),
+            "documents": int(arrays["document_index"].shape[0]),
+            "bytes": sum(path.stat().st_size for path in files),
+            "files": len(files),
+        }
+        publish_dir(temporary, final)
     return record
 
 
@@ -259,11 +256,11 @@ class TeacherStore:
 
     def load_head(self) -> dict[str, Any]:
         """{"embed_tokens": [V, H], "lm_head": [V, H], "norm": [H]} as torch tensors; tied heads are the same tensor."""
-        from safetensors.torch import load_file
+        from shared.tensors import read_tensors
 
         path = self.target_dir / "head.safetensors"
-        if not path.is_file():
-            raise StoreDamaged(f"{path} is missing; run the same `dflash extract` command to write it again")
-        tensors = load_file(path)
+        tensors = read_tensors(
+            path, f"delete {self.target_dir} and run the same `dflash extract` command: it is made again"
+        )
         embed = tensors["embed_tokens.weight"]
         return {"embed_tokens": embed, "lm_head": tensors.get("lm_head.weight", embed), "norm": tensors["norm.weight"]}

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from shared.errors import TargetNotFound, TargetUnsupported
@@ -115,7 +116,10 @@ def resolve_device(device: str) -> torch.device:
         raise TargetUnsupported(
             f"device {device} asked, but this torch ({torch.__version__}) sees no CUDA device; use --device cpu"
         )
-    return torch.device(device)
+    found = torch.device(device)
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise TargetUnsupported(f"device {device} asked, but only {torch.cuda.device_count()} CUDA devices are there")
+    return found
 
 
 def resolve_dtype(dtype: DtypeName, device: torch.device) -> torch.dtype:
@@ -181,9 +185,10 @@ def _load_model(files: TargetFiles, dtype: torch.dtype, device: torch.device, at
         model, report = AutoModelForCausalLM.from_pretrained(**files.where(), **options)
     except OSError as error:
         raise TargetNotFound(f"weights of target {files.name} cannot be read: {str(error).splitlines()[0]}") from error
-    except (ValueError, ImportError, NotImplementedError) as error:
+    except (ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise TargetUnsupported(
-            f"target {files.name} cannot be loaded: {str(error).strip().splitlines()[0]}"
+            f"target {files.name} cannot be loaded ({str(error).strip().splitlines()[0]}); its config and weights must "
+            "be whole and belong together"
         ) from error
     if missing := sorted(report["missing_keys"]):
         # transformers would fill these with random numbers and only warn; a drafter of a random head learns noise.

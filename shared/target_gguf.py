@@ -16,16 +16,30 @@ def dequantized_config() -> Any:
     return GgufConfig(dequantize=True)
 
 
-def restore_pre_tokenizer(tokenizer: Any, gguf_file: Path) -> None:
-    """Put back the splitting of digits that the GGUF route drops for SmolLM tokenizers.
+# GGUF's names of the special tokens' ids, and the tokenizer's.
+_SPECIAL = {
+    "tokenizer.ggml.bos_token_id": "bos_token",
+    "tokenizer.ggml.eos_token_id": "eos_token",
+    "tokenizer.ggml.unknown_token_id": "unk_token",
+    "tokenizer.ggml.padding_token_id": "pad_token",
+}
+
+
+def restore_tokenizer(tokenizer: Any, gguf_file: Path) -> None:
+    """Put back what the GGUF route drops: the splitting of digits (SmolLM), and the special tokens the file names.
 
     The file names its pre-tokenizer in `tokenizer.ggml.pre`; "smollm" means: every digit alone, then byte level.
-    Without it 4 % of real texts got other tokens than the model was trained on.
+    Without it 4 % of real texts got other tokens than the model was trained on. transformers 5.17 also took
+    <|im_start|> for SmolLM's end token, so that no answer ever ended; 5.24 reads the file's.
     """
     import gguf
     from tokenizers import pre_tokenizers
 
-    field = gguf.GGUFReader(str(gguf_file)).get_field("tokenizer.ggml.pre")
+    reader = gguf.GGUFReader(str(gguf_file))
+    for name, attribute in _SPECIAL.items():
+        if (field := reader.get_field(name)) is not None:
+            setattr(tokenizer, attribute, tokenizer.convert_ids_to_tokens(int(field.contents())))
+    field = reader.get_field("tokenizer.ggml.pre")
     if field is None or field.contents() != "smollm":
         return
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -11,6 +11,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def find_target(target: str, *, weights: bool = False) -> TargetFiles:
     """Resolve what the user wrote; for a Hub id, `weights` also downloads them. Raises TargetNotFound."""
     path = Path(target).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return TargetFiles(name=path.stem, kind="gguf", folder=path.parent, gguf=path.name)
+        return _as_gguf(path)
     if path.is_dir():
         return _find_in_folder(path)
     if path.exists() or path.is_absolute() or not _HUB_ID.fullmatch(target):
@@ -63,7 +64,19 @@ def _find_in_folder(path: Path) -> TargetFiles:
         raise TargetNotFound(f"folder {path} has neither config.json nor a .gguf file; pass the model's own folder")
     if len(ggufs) > 1:
         raise TargetNotFound(f"folder {path} has {len(ggufs)} .gguf files ({', '.join(ggufs)}); pass the path of one")
-    return TargetFiles(name=Path(ggufs[0]).stem, kind="gguf", folder=path, gguf=ggufs[0])
+    return _as_gguf(path / ggufs[0])
+
+
+def _as_gguf(path: Path) -> TargetFiles:
+    for package in ("gguf", "accelerate"):
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError as error:
+            raise TargetUnsupported(
+                f"target {path} is a GGUF file and the package {package} is not installed; "
+                "pip install 'dflash-offline[gguf]'"
+            ) from error
+    return TargetFiles(name=path.stem, kind="gguf", folder=path.parent, gguf=path.name)
 
 
 def _find_on_hub(target: str, weights: bool) -> TargetFiles:
@@ -89,7 +102,7 @@ def load_config(files: TargetFiles) -> Any:
 
     try:
         return AutoConfig.from_pretrained(**files.where())
-    except (ValueError, KeyError, TypeError, ImportError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise TargetUnsupported(
             f"config of target {files.name} cannot be used by this transformers: {_first_line(error)}"
         ) from error
@@ -108,12 +121,18 @@ def load_tokenizer_of(files: TargetFiles) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(**files.where())
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         raise TargetNotFound(f"target {files.name} has no usable tokenizer: {_first_line(error)}") from error
+    if not tokenizer(_PROBE, add_special_tokens=False)["input_ids"]:
+        # Without its files transformers builds a tokenizer that knows no word and says nothing.
+        raise TargetNotFound(
+            f"target {files.name} has no usable tokenizer: the one in {files.folder} knows {len(tokenizer)} tokens and "
+            "turns text into none; add tokenizer.json"
+        )
     if files.gguf:
-        from shared.target_gguf import restore_pre_tokenizer
+        from shared.target_gguf import restore_tokenizer
 
-        restore_pre_tokenizer(tokenizer, files.folder / files.gguf)
+        restore_tokenizer(tokenizer, files.folder / files.gguf)
     return tokenizer
 
 
@@ -207,9 +226,28 @@ def weights_sha256(files: TargetFiles) -> str:
     paths = paths or sorted(files.folder.glob("*.bin"))
     if not paths:
         raise TargetNotFound(f"target {files.name}: no .safetensors or .bin file in {files.folder}")
+    for path in paths:
+        if path.suffix == ".safetensors":
+            _require_whole(path, files.name)
     with ThreadPoolExecutor(max_workers=8) as pool:
         sums = list(pool.map(_file_sha256, paths))
     return _sha_of([[path.name, digest] for path, digest in zip(paths, sums, strict=True)])
+
+
+def _require_whole(path: Path, name: str) -> None:
+    """Refuse a safetensors file that is cut (a download that broke off) before anything is built on it."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            tensors = json.loads(file.read(header)) if header <= size else {}
+        wanted = 8 + header + max(t["data_offsets"][1] for key, t in tensors.items() if key != "__metadata__")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TargetNotFound(
+            f"target {name}: {path} ({size:,} bytes) is no whole safetensors file; get it again"
+        ) from error
+    if size != wanted:
+        raise TargetNotFound(f"target {name}: {path} has {size:,} bytes, its header says {wanted:,}; get it again")
 
 
 def _file_sha256(path: Path) -> str:

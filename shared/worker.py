@@ -14,10 +14,11 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from shared.atomic import write_json
+from shared.atomic import fault_of, write_json
 from shared.errors import DflashError
 
 _stop = False
@@ -60,17 +61,22 @@ def main() -> int:
     try:
         module, function = entry.split(":")
         getattr(importlib.import_module(module), function)(run_dir, rank, world_size)
-    except DflashError as error:
-        ending |= {"code": error.exit_code, "error": type(error).__name__, "message": str(error)}
-        logging.getLogger(__name__).error("ended by %s: %s", type(error).__name__, error)
     except BaseException as error:
-        ending |= {"code": 1, "error": type(error).__name__, "message": "".join(traceback.format_exception_only(error))}
-        traceback.print_exc()
+        fault = fault_of(error) if isinstance(error, OSError) else error
+        if isinstance(fault, DflashError):
+            ending |= {"code": fault.exit_code, "error": type(fault).__name__, "message": str(fault)}
+            logging.getLogger(__name__).error("ended by %s: %s", type(fault).__name__, fault)
+        else:
+            message = "".join(traceback.format_exception_only(error))
+            ending |= {"code": 1, "error": type(error).__name__, "message": message}
+            traceback.print_exc()
     path = ending_path(run_dir, role, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, ending | {"ended": time.time()})
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(DflashError, OSError):  # a full disk takes no ending: then the exit code alone carries the class
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, ending | {"ended": time.time()})
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     return int(str(ending["code"]))
 
 

@@ -5,6 +5,7 @@ Called by stage1_extract/cli.py. No torch of ours in this process. Read stage1_e
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from importlib import metadata
@@ -15,7 +16,7 @@ import numpy as np
 
 from manifests.commit import read
 from manifests.runs import recorded
-from shared.atomic import free_bytes, remove_partials, require_writable, write_json
+from shared.atomic import disk_faults, free_bytes, remove_partials, require_writable, write_json
 from shared.config import to_dict
 from shared.errors import ConfigRefused, DiskFull, StoreIncomplete, StoreMismatch, TooManyShards
 from shared.geometry import check_target_layer_ids, default_target_layer_ids
@@ -40,11 +41,12 @@ def run(config: ExtractConfig) -> None:
         )
     device = resolve_device(config.device)
     identity = make_identity(config, rows, resolve_dtype(config.dtype, device))
-    exists = (config.out / "store.json").exists()
-    if exists:
+    begun = bool(done_blocks(config.out))
+    if begun:
         require_same(read_identity(config.out), _without_names(identity), config.out)
     with recorded(config.out, "extract", to_dict(config)):
-        if not exists:
+        if not begun:
+            _forget(config.out)
             create(config.out, identity)
         remove_partials(config.out)
         remove_partials(config.out / "blocks")
@@ -86,6 +88,15 @@ def run(config: ExtractConfig) -> None:
                 f"first is {left[0]}; see {config.out / 'logs'} and run the same command again"
             )
         _report(config.out, plan, time.monotonic() - started)
+
+
+def _forget(store: Path) -> None:
+    """Take away what an attempt without a single block left: nothing was made under its settings yet."""
+    with disk_faults(store):
+        for name in ("store.json", "plan.json"):
+            (store / name).unlink(missing_ok=True)
+        if (store / "target").exists():
+            shutil.rmtree(store / "target")
 
 
 def resolve_device(device: str) -> str:
@@ -138,6 +149,7 @@ def make_identity(config: ExtractConfig, rows: PreparedRows, dtype: str) -> dict
         "last_hidden": config.last_hidden,
         "block_tokens": config.block_tokens,
         "rows_sha256": rows.info["rows_sha256"],
+        "chat_template_kwargs": rows.info.get("identity", {}).get("chat_template_kwargs") or {},
         "documents": rows.n_documents,
         "tokens": int(rows.offsets[-1]),
     }

@@ -6,7 +6,6 @@ and what lies on disk, looked up anew at every start.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from manifests.commit import latest, read
 from shared.atomic import write_json
 from shared.errors import StoreDamaged, StoreMismatch
+from shared.json_file import read_object
 from shared.store_layout import block_dir
 
 
@@ -57,10 +57,10 @@ def load_plan(store: Path) -> Plan | None:
     if not path.is_file():
         return None
     try:
-        blocks = json.loads(path.read_text(encoding="utf-8"))["blocks"]
+        blocks = read_object(path, "restore it or extract to another --out")["blocks"]
         return Plan((*(int(first) for first, _ in blocks), int(blocks[-1][1])))
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise StoreDamaged(f"{path} is not a plan ({error}); restore it or extract to another --out") from error
+        raise StoreDamaged(f"{path} is not a plan ({error!r}); restore it or extract to another --out") from error
 
 
 def settle_plan(store: Path, lengths: Sequence[int], block_tokens: int) -> Plan:

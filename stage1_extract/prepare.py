@@ -20,8 +20,8 @@ from manifests.runs import recorded
 from shared.atomic import require_writable
 from shared.chat import ChatRenderer, require_chat_template
 from shared.config import to_dict
-from shared.conversations import RowFault
-from shared.errors import DataMissing, StoreMismatch
+from shared.conversations import RowFault, require_data_file
+from shared.errors import StoreMismatch
 from shared.progress import progress, say, summary
 from shared.rows import Document, read_info, write_rows
 from shared.store import differences
@@ -67,10 +67,7 @@ def run(config: PrepareConfig) -> None:
     """Make the folder, or say that it is there. Raises the data, target and path errors of shared/errors.py."""
     require_writable(config.out)
     for path in config.data:
-        if not path.is_file():
-            raise DataMissing(
-                f"data file {path} {'is a folder' if path.is_dir() else 'does not exist'}; pass JSON lines files"
-            )
+        require_data_file(path)
     files = find_target(config.target)
     tokenizer = load_tokenizer_of(files)
     identity = _identity(config, tokenizer, weights_sha256(files) if config.regenerate else None)

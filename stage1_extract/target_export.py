@@ -5,13 +5,11 @@ Called by worker 0 before its first block. Layout: shared/store_layout.py, `targ
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from safetensors.torch import save_file
-
-from shared.atomic import disk_faults, publish_dir, temporary_dir
+from shared.atomic import aside, publish_dir
 from shared.target import Target
+from shared.tensors import write_tensors
 from stage1_extract.plan import is_exported
 
 
@@ -23,20 +21,14 @@ def export_target(target: Target, store: Path) -> None:
     if is_exported(store):
         return
     final = store / "target"
-    temporary = temporary_dir(final)
     tensors = {"embed_tokens.weight": target.embed_tokens_weight, "norm.weight": target.norm_weight}
     if not target.tied:
         tensors["lm_head.weight"] = target.lm_head_weight
-    with disk_faults(final):
-        try:
-            target.model.config.save_pretrained(temporary)
-            if target.model.generation_config is not None:
-                target.model.generation_config.save_pretrained(temporary)
-            target.tokenizer.save_pretrained(temporary)
-            # One metadata key: with more their order in the file is random, and equal stores would differ in bytes.
-            host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-            save_file(host, temporary / "head.safetensors", metadata={"format": "pt"})
-            publish_dir(temporary, final)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    with aside(final) as temporary:
+        target.model.config.save_pretrained(temporary)
+        if target.model.generation_config is not None:
+            target.model.generation_config.save_pretrained(temporary)
+        target.tokenizer.save_pretrained(temporary)
+        # One metadata key: with more their order in the file is random, and equal stores would differ in bytes.
+        write_tensors(temporary / "head.safetensors", tensors, metadata={"format": "pt"})
+        publish_dir(temporary, final)

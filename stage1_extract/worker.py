@@ -18,7 +18,7 @@ from shared.config import from_dict
 from shared.errors import Interrupted
 from shared.progress import Reporter
 from shared.rows import PreparedRows
-from shared.target import load_target
+from shared.target import load_target, resolve_device
 from shared.worker import stop_requested
 from stage1_extract.block_writer import BlockWriter
 from stage1_extract.config import ExtractConfig
@@ -73,6 +73,7 @@ def main(store: Path, rank: int, world_size: int) -> None:
     reporter.update("load target", 0, None, "tokens")
     rows = PreparedRows.open(work.config.data)
     device = device_of(work.device, rank)
+    resolve_device(device)  # a device that is not there is refused here in one line
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
     target = load_target(work.config.target, dtype=work.dtype, device=device)

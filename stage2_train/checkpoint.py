@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from manifests.commit import Ledger
 from manifests.records import CheckpointRecord
-from shared.atomic import disk_faults, publish_dir, temporary_dir
+from shared.atomic import aside, publish_dir
 from shared.errors import CheckpointMismatch, StoreDamaged
+from shared.json_file import read_object
+from shared.tensors import read_state, read_tensors, write_state, write_tensors
 from stage2_train.checkpoint_folder import (
     DRAFTER_FILE,
     INFO_FILE,
@@ -33,6 +34,7 @@ from stage2_train.drafter_config import DrafterConfig
 from stage2_train.schedule import Optimizer
 
 EXPORTED_FILE = "model.safetensors"
+_ADVICE = "delete that folder: training goes on from the checkpoint before it, and an export is made again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +53,9 @@ def save(run_dir: Path, drafter: Drafter, optimizer: Optimizer, snapshot: Snapsh
     checkpoints untouched.
     """
     final = folder_of(run_dir, int(snapshot.loop_state["global_step"]))
-    temporary = temporary_dir(final)
-    with disk_faults(final):
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-        save_file(tensors, temporary / DRAFTER_FILE)
-        torch.save(optimizer.state_dict(), temporary / OPTIMIZER_FILE)
+    with aside(final) as temporary:
+        write_tensors(temporary / DRAFTER_FILE, drafter.state_dict())
+        write_state(temporary / OPTIMIZER_FILE, optimizer.state_dict())
         config = drafter.config.to_hf_config() | {"dtype": "float32"}
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         sizes = {entry.name: entry.stat().st_size for entry in sorted(temporary.iterdir())}
@@ -67,9 +67,9 @@ def save(run_dir: Path, drafter: Drafter, optimizer: Optimizer, snapshot: Snapsh
             **snapshot.run,
         }
         (temporary / INFO_FILE).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
-    if final.exists():
-        remove_folder(final)
-    publish_dir(temporary, final)
+        if final.exists():
+            remove_folder(final)
+        publish_dir(temporary, final)
     return final
 
 
@@ -90,8 +90,8 @@ def record(run_dir: Path, folder: Path, ledger: Ledger, run_id: str, snapshot: S
 
 def restore(folder: Path, drafter: Drafter, optimizer: Optimizer) -> dict[str, Any]:
     """Put a checkpoint's tensors in place; returns its loop state. Strict both ways: a name more or less is refused."""
-    _load_strictly(drafter, load_file(folder / DRAFTER_FILE), folder)
-    optimizer.load_state_dict(torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
+    _load_strictly(drafter, read_tensors(folder / DRAFTER_FILE, _ADVICE), folder)
+    optimizer.load_state_dict(read_state(folder / OPTIMIZER_FILE, _ADVICE))
     state: dict[str, Any] = read_info(folder)["loop_state"]
     return state
 
@@ -116,14 +116,22 @@ def load_drafter(path: Path) -> tuple[Drafter, DrafterConfig, dict[str, Any]]:
     weights = folder / (DRAFTER_FILE if (folder / DRAFTER_FILE).is_file() else EXPORTED_FILE)
     if not weights.is_file():
         raise CheckpointMismatch(f"{folder} has a config.json but neither {DRAFTER_FILE} nor {EXPORTED_FILE}")
-    config = DrafterConfig.from_hf_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    tensors = load_file(weights)
+    config = DrafterConfig.from_hf_config(read_object(folder / "config.json", _ADVICE))
+    tensors = read_tensors(weights, _ADVICE)
     drafter = Drafter(config)
     drafter.to(next(iter(tensors.values())).dtype)
     _load_strictly(drafter, tensors, folder)
     drafter.eval().requires_grad_(False)
-    info = read_info(folder) if (folder / INFO_FILE).is_file() else {}
+    info = whole_info(folder) if (folder / INFO_FILE).is_file() else {}
     return drafter, config, {"path": str(folder), **info}
+
+
+def whole_info(folder: Path) -> dict[str, Any]:
+    """checkpoint.json of a folder that was named by the user. Raises StoreDamaged."""
+    try:
+        return read_info(folder)
+    except (OSError, ValueError) as error:
+        raise StoreDamaged(f"{folder} is damaged ({error}); {_ADVICE}") from error
 
 
 def _load_strictly(drafter: Drafter, tensors: dict[str, torch.Tensor], where: Path) -> None:

@@ -43,6 +43,8 @@ def folder_of(run_dir: Path, step: int) -> Path:
 def read_info(folder: Path) -> dict[str, Any]:
     """checkpoint.json of a folder. Raises ValueError or OSError when it is not whole."""
     info: dict[str, Any] = json.loads((folder / INFO_FILE).read_text(encoding="utf-8"))
+    if not isinstance(info, dict) or not isinstance(info.get("files"), dict):
+        raise ValueError(f"{INFO_FILE} does not list its files")
     for name, size in info["files"].items():
         have = (folder / name).stat().st_size
         if have != size:

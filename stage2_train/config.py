@@ -151,7 +151,10 @@ class TrainConfig:
 
     def run_dir(self) -> Path:
         """The run folder: --run, or `<store stem>-train` beside the store."""
-        return self.run if self.run is not None else self.store.with_name(f"{self.store.stem}-train")
+        if self.run is not None:
+            return self.run
+        store = self.store if self.store.name else self.store.resolve()  # "." has no name
+        return store.with_name(f"{store.stem}-train")
 
     def geometry(self, identity: Mapping[str, Any], mask_token_id: int) -> dict[str, Any]:
         """Overrides for drafter_config.drafter_geometry from these knobs and the store's identity."""

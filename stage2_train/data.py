@@ -9,7 +9,6 @@ Shapes: R rows, S = max_length tokens, N anchor slots, B slots, F taps, H target
 from __future__ import annotations
 
 import dataclasses
-import json
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,20 +20,23 @@ import numpy as np
 
 from manifests.commit import read
 from shared.errors import StoreIncomplete
+from shared.json_file import read_object, require_keys
 from shared.store import DocumentRef, TeacherStore, read_identity
 from stage2_train.anchors import apportion, eligible_anchors, labels, sample_anchors
 from stage2_train.config import TrainConfig
 from stage2_train.packing import Row, batches_in, epoch_rows, rank_rows
 
 Array = np.ndarray[Any, Any]
+# What training asks of every store.
+IDENTITY_KEYS = ("target_layer_ids", "num_hidden_layers", "hidden_size", "vocab_size")
 
 
 def open_store(path: Path) -> TeacherStore:
     """A finished store: every planned block has its record. Raises StoreMissing, StoreDamaged or StoreIncomplete."""
-    read_identity(path)
+    require_keys(read_identity(path), IDENTITY_KEYS, path / "store.json", "restore it or extract again")
     blocks = {int(record["block"]) for record in read(path, "shards")}
-    plan = path / "plan.json"
-    planned = len(json.loads(plan.read_text(encoding="utf-8"))["blocks"]) if plan.is_file() else len(blocks)
+    plan = read_object(path / "plan.json", "run the same `dflash extract` command: it is made again")
+    planned = len(plan.get("blocks", ()))
     if not blocks or len(blocks) < planned:
         raise StoreIncomplete(
             f"{path} holds {len(blocks)} of {planned} planned blocks; finish it with the same "

@@ -46,7 +46,7 @@ def evaluate(config: EvalConfig) -> list[dict[str, Any]]:
         work = open_work(config, subject)
         kwargs = config.template_kwargs()
         renderer = ChatRenderer(work.target.tokenizer, subject.template_kwargs if kwargs is None else kwargs)
-        limits = PromptLimits(config.limit, longest_prompt(work))
+        limits = PromptLimits(config.limit, longest_prompt(work), work.target.embed_tokens_weight.shape[0])
         # All files are read before the first is decoded: a fault in the last one shows now.
         for prompts in [read_prompts(path, renderer, limits) for path in files]:
             started = time.time()

@@ -12,12 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
-
 from manifests.records import EvaluationRecord
 from shared.config import to_dict
 from shared.errors import NothingLeft
-from shared.progress import summary
+from shared.progress import summary, tell
 from shared.target import Target
 from stage2_train.acceptance import (
     acceptance_length,
@@ -170,19 +168,21 @@ def record_of(report: dict[str, Any], run_id: str, path: str) -> EvaluationRecor
 def show(reports: Sequence[dict[str, Any]], subject: Subject, *, as_json: bool) -> None:
     """Print the tables and the closing block, or one JSON object for each file's figures (without the prompts)."""
     if as_json:
-        click.echo(json.dumps([{k: v for k, v in report.items() if k != "results"} for report in reports], indent=2))
+        tell(json.dumps([{k: v for k, v in report.items() if k != "results"} for report in reports], indent=2))
         return
     from rich.console import Console
 
     console = Console() if Console().is_terminal else Console(width=140)
-    console.print(_table(reports))
-    console.print(_positions(reports))
+    with console.capture() as captured:
+        console.print(_table(reports))
+        console.print(_positions(reports))
+    tell(captured.get().rstrip("\n"))
     for report in reports:
         check = report["check"] or {"ties": [], "mismatches": []}
         for item in [*check["mismatches"], *check["ties"]]:
-            click.echo(f"{report['name']}: {Difference(**item).sentence()}")
+            tell(f"{report['name']}: {Difference(**item).sentence()}")
         for what, count in {**report["skipped"], **report["notes"]}.items():
-            click.echo(f"{report['name']}: {count} prompts {what.replace('_', ' ')}")
+            tell(f"{report['name']}: {count} prompts {what.replace('_', ' ')}")
     drafter = f"{subject.checkpoint} (step {subject.global_step})"
     if subject.untrained:
         drafter = f"first weights of the run of {subject.checkpoint}"

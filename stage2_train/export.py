@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from manifests.commit import read
 from manifests.runs import recorded
 from shared import provenance
-from shared.atomic import disk_faults, publish_dir, require_writable, temporary_dir
+from shared.atomic import aside, publish_dir, require_writable, temporary_dir
 from shared.config import to_dict
 from shared.errors import CheckpointMismatch, ConfigRefused, DflashError, ExportMismatch
+from shared.json_file import read_object
 from shared.progress import say, summary
+from shared.tensors import write_tensors
 from stage2_train.attention import Layout, build_masks
 from stage2_train.checkpoint import load_drafter
 from stage2_train.config_eval import ExportConfig
@@ -55,9 +58,11 @@ def export(config: ExportConfig) -> Path:
         say(f"{config.out} already holds this drafter (step {origin['global_step']}); nothing to do")
         return config.out
     run = run_folder(checkpoint)
-    with recorded(run, "export", to_dict(config)) if run else nullcontext():
+    # A run on a read-only place (an archive, a colleague's folder) can be exported, only not noted there.
+    noted = run is not None and os.access(run, os.W_OK)
+    with recorded(run, "export", to_dict(config)) if run and noted else nullcontext():
         evaluations = [] if run is None else evaluations_of(run, origin["global_step"])
-        with folder_aside(config.out) as folder:
+        with aside(config.out) as folder:
             write_folder(folder, drafter, origin, evaluations)
             require_same_drafter(folder, drafter)
             replace_folder(folder, config.out)
@@ -95,15 +100,16 @@ def is_taken(config: ExportConfig, origin: Mapping[str, Any]) -> bool:
     if not out.exists() or not any(out.iterdir()):
         return False
     path = out / PROVENANCE_FILE
-    have = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    have = read_object(path, "choose another --out") if path.is_file() else {}
     if have.get("weights_sha256") == origin["weights_sha256"] and not config.overwrite:
         return True
     if have and config.overwrite:
         return False
-    what = f"step {have['global_step']} of {have['checkpoint']}" if have else "files that are not an export of ours"
+    what = f"step {have.get('global_step')} of {have.get('checkpoint')} in {have.get('dtype')}"
+    what = what if have else "files that are not an export of ours"
     advice = "pass --overwrite or another --out" if have else "choose another --out"
     raise ConfigRefused(f"{out} holds {what}, this command exports step {origin['global_step']} of "
-                        f"{origin['checkpoint']}; {advice}")  # fmt: skip
+                        f"{origin['checkpoint']} in {origin['dtype']}; {advice}")  # fmt: skip
 
 
 def evaluations_of(run: Path, step: int) -> list[dict[str, Any]]:
@@ -113,27 +119,13 @@ def evaluations_of(run: Path, step: int) -> list[dict[str, Any]]:
     return [found[name] for name in sorted(found)]
 
 
-@contextmanager
-def folder_aside(final: Path) -> Iterator[Path]:
-    """A hidden sibling of `final` that is gone afterwards unless it was renamed."""
-    folder = temporary_dir(final)
-    try:
-        with disk_faults(final):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def write_folder(folder: Path, drafter: Drafter, origin: Mapping[str, Any], evaluations: list[dict[str, Any]]) -> None:
     """All files of an export."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     # Readers of the transformers family refuse a file whose metadata does not name the framework.
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_tensors(folder / WEIGHTS_FILE, drafter.state_dict(), metadata={"format": "pt"})
     config = drafter.config.to_hf_config() | {"dtype": origin["dtype"]}
     for name, value in (("config.json", config), (PROVENANCE_FILE, origin)):
         (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    # safetensors makes its files readable by their owner alone; a server often runs as somebody else.
-    (folder / WEIGHTS_FILE).chmod((folder / "config.json").stat().st_mode)
     (folder / "README.md").write_text(model_card(drafter.config, origin, evaluations), encoding="utf-8")
 
 
@@ -180,6 +172,7 @@ def probe(drafter: Drafter, seed: int) -> Tensor:
 
 def replace_folder(folder: Path, final: Path) -> None:
     """Publish `folder` as `final`; an older export under that name goes away only once the new one is in place."""
+    final = Path(os.path.abspath(final))  # noqa: PTH100 - "." cannot be renamed, and links must stay links
     old = None
     if final.exists():
         old = temporary_dir(final)

@@ -5,7 +5,6 @@ No torch: what kills a worker does not kill this process. Called by cli.py. Next
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from manifests.runs import recorded
 from shared import provenance
 from shared.atomic import require_writable, write_json
 from shared.config import to_dict
-from shared.errors import ConfigRefused, MaskTokenMissing, MaskTokenOutOfRange, NothingLeft, StoreDamaged
+from shared.errors import ConfigRefused, MaskTokenInUse, MaskTokenMissing, MaskTokenOutOfRange, NothingLeft
+from shared.json_file import read_object
 from shared.launch import LaunchSpec, run_workers
 from shared.progress import say, summary
 from shared.store import TeacherStore, require_same
@@ -91,16 +91,33 @@ def geometry(config: TrainConfig, store: TeacherStore) -> DrafterConfig:
             f"mask token {mask} has no embedding row: the target's vocabulary has "
             f"{identity['vocab_size']}; pass another --mask-token-id"
         )
-    path = store.target_dir / "config.json"
-    if not path.is_file():
-        raise StoreDamaged(f"{path} is missing; run the same `dflash extract` command to write it again")
-    drafter = drafter_geometry(json.loads(path.read_text(encoding="utf-8")), config.geometry(identity, mask))
+    described = read_object(
+        store.target_dir / "config.json",
+        f"delete {store.target_dir} and run the same `dflash extract` command: it is made again",
+    )
+    drafter = drafter_geometry(described, config.geometry(identity, mask))
+    if mask != identity.get("mask_token_id"):  # the store's own was checked when it was chosen
+        _require_unused(mask, store, drafter)
     if drafter.hidden_size != drafter.target_hidden_size:
         raise ConfigRefused(
             f"--hidden-size {drafter.hidden_size} differs from the target's {drafter.target_hidden_size}: "
             "the drafter shares the target's embedding and head"
         )
     return drafter
+
+
+def _require_unused(mask: int, store: TeacherStore, drafter: DrafterConfig) -> None:
+    """Raise MaskTokenInUse for a mask token that means something: a drafter would learn to draft it."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(drafter, name)
+        if mask in (value if isinstance(value, list | tuple) else (value,)):
+            raise MaskTokenInUse(f"mask token {mask} is the target's {name}; pass an id without a meaning")
+    count = sum(int((store.read_document(ref, ("input_ids",))["input_ids"] == mask).sum()) for ref in store.documents)
+    if count:
+        raise MaskTokenInUse(
+            f"mask token {mask} occurs {count:,} times in {store.path}; pass an id that never occurs, or leave "
+            f"--mask-token-id out (the store has {store.identity.get('mask_token_id')})"
+        )
 
 
 def _check_target(target: str, store: TeacherStore) -> None:

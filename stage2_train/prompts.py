@@ -41,10 +41,11 @@ class PromptSet:
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """`limit` usable prompts per file (None: all), none longer than `max_prompt_tokens`."""
+    """`limit` usable prompts per file (None: all), none longer than `max_prompt_tokens`, ids below `vocab_size`."""
 
     limit: int | None
     max_prompt_tokens: int
+    vocab_size: int | None = None
 
 
 def data_files(paths: Sequence[Path]) -> list[Path]:
@@ -84,6 +85,8 @@ def read_prompts(path: Path, renderer: ChatRenderer, limits: PromptLimits) -> Pr
     for prompt in rows:
         if not prompt.ids:
             found.skipped["empty_prompt"] += 1
+        elif limits.vocab_size is not None and max(prompt.ids) >= limits.vocab_size:
+            found.skipped["ids_out_of_range"] += 1
         elif len(prompt.ids) > limits.max_prompt_tokens:
             found.skipped["too_long"] += 1
         else:

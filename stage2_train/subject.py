@@ -5,13 +5,13 @@ Called by stage2_train.evaluate and export before any weights of the target are 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from manifests.commit import read
 from shared.errors import ConfigRefused, StoreMismatch
+from shared.json_file import read_object
 from shared.target_identity import target_identity
 from stage2_train.checkpoint import load_drafter
 from stage2_train.config_eval import EvalConfig
@@ -58,8 +58,7 @@ def load_subject(config: EvalConfig) -> Subject:
 def exported_info(folder: Path) -> dict[str, Any]:
     """What an exported folder says about its origin; {} for a checkpoint or a foreign export."""
     path = folder / PROVENANCE_FILE
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
+    return read_object(path, "export again") if path.is_file() else {}
 
 
 def run_folder(checkpoint: Path) -> Path | None:
@@ -70,7 +69,8 @@ def run_folder(checkpoint: Path) -> Path | None:
 
 def results_folder(folder: Path) -> Path:
     """The run folder of a checkpoint; beside an exported folder, which never changes once published."""
-    return run_folder(folder) or folder.with_name(f"{folder.absolute().name}-eval")
+    folder = folder.resolve()  # "." has no name
+    return run_folder(folder) or folder.with_name(f"{folder.name}-eval")
 
 
 def recorded_target(info: dict[str, Any]) -> str | None:
@@ -89,7 +89,7 @@ def recorded_target(info: dict[str, Any]) -> str | None:
 
 
 def _no_target(run: Path) -> str:
-    raise ConfigRefused(f"the target of {run} is not where its store says it was; pass --target")
+    raise ConfigRefused(f"the target of {run} is not known: its store or the target itself has moved; pass --target")
 
 
 def require_same_target(known: dict[str, Any], found: dict[str, Any], where: Path, asked: str) -> None:

@@ -13,7 +13,7 @@ from manifests.commit import Ledger, read
 from manifests.records import RunRecord, ShardRecord
 from manifests.runs import is_owned, recorded
 from manifests.status import status_of, statuses
-from shared.errors import DiskFull, Interrupted
+from shared.errors import ConfigRefused, DiskFull, Interrupted, NonFinite, RunBusy
 
 ENDINGS = [
     (DiskFull("full"), "failed", 41),
@@ -41,6 +41,14 @@ def test_every_ending_is_a_record(tmp_path: Path, error: BaseException | None, s
     assert (last["state"], last["exit_code"]) == (state, code)
     assert status_of(tmp_path).state == state
     assert not is_owned(tmp_path)
+
+
+def test_an_evaluation_runs_beside_the_training_it_measures(tmp_path: Path) -> None:
+    with recorded(tmp_path, "train", {}), recorded(tmp_path, "eval", {}):
+        assert status_of(tmp_path).state == "running"
+        with pytest.raises(RunBusy), recorded(tmp_path, "eval", {}):
+            raise AssertionError("two evaluations wrote into one folder")
+    assert status_of(tmp_path).state == "finished"
 
 
 @pytest.mark.crash
@@ -83,3 +91,49 @@ def test_json_output(tmp_path: Path) -> None:
     )
     (row,) = json.loads(done.stdout)
     assert (row["command"], row["state"]) == ("train", "finished")
+
+
+@pytest.mark.parametrize(("first", "second"), [("prepare", "extract"), ("extract", "train"), ("train", "prepare")])
+def test_a_folder_of_another_kind_is_refused_and_untouched(tmp_path: Path, first: str, second: str) -> None:
+    with recorded(tmp_path, first, {}):
+        pass
+    before = sorted(tmp_path.rglob("*"))
+    with (
+        pytest.raises(ConfigRefused, match=f"made by `dflash {first}`.*another folder"),
+        recorded(tmp_path, second, {}),
+    ):
+        raise AssertionError("never entered")
+    assert sorted(tmp_path.rglob("*")) == before
+    with recorded(tmp_path, first, {}):
+        pass
+
+
+def test_eval_and_export_write_into_their_run(tmp_path: Path) -> None:
+    for command in ("train", "eval", "export", "train"):
+        with recorded(tmp_path, command, {}):
+            pass
+    assert [record["state"] for record in read(tmp_path, "runs")] == ["started", "finished"] * 4
+
+
+def test_a_disk_too_full_for_the_ending_does_not_hide_the_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_ledger: Ledger, *_records: object) -> None:
+        raise DiskFull("no room for a record")
+
+    def work() -> None:
+        with recorded(tmp_path, "train", {}):
+            monkeypatch.setattr(Ledger, "append", full)
+            raise NonFinite("the fault itself")
+
+    with pytest.raises(NonFinite, match="the fault itself"):
+        work()
+
+
+def test_a_folder_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    for name in ("good", "odd"):
+        with recorded(tmp_path / name, "train", {}):
+            pass
+    (tmp_path / "odd" / "manifest" / "runs.x.jsonl").mkdir()  # unreadable, also for root
+    states = {Path(row.folder).name: row.state for row in statuses([tmp_path])}
+    assert states == {"good": "finished", "odd": "unreadable"}

@@ -97,3 +97,49 @@ def test_a_folder_has_one_owner_and_names_it(tmp_path: Path) -> None:
         assert f"process {os.getpid()}" in other.stderr
     after = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert after.stdout == "mine\n"
+
+
+def test_errors_that_libraries_wrap_are_understood(tmp_path: Path) -> None:
+    def wrapped() -> None:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598") from None
+
+    for fails, kind in (
+        (lambda: _raise(ValueError("I/O error: No space left on device (os error 28)")), DiskFull),
+        (lambda: _raise(ValueError("I/O error: Read-only file system (os error 30)")), PathNotWritable),
+        (lambda: _raise(OSError(5, "Input/output error")), PathNotWritable),
+        (wrapped, DiskFull),
+    ):
+        with pytest.raises(kind, match=r"x\.zarr"), atomic.disk_faults(tmp_path / "x.zarr"):
+            fails()
+    with pytest.raises(ValueError, match="ours"), atomic.disk_faults(tmp_path):
+        raise ValueError("a bug of ours")
+    with pytest.raises(RunBusy), atomic.disk_faults(tmp_path):
+        raise RunBusy("stays itself (os error 28)")
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_only_the_systems_own_refusals_are_a_users_fault() -> None:
+    assert isinstance(atomic.fault_of(PermissionError(13, "Permission denied", "/a/b")), PathNotWritable)
+    assert isinstance(atomic.fault_of(OSError(28, "No space left on device")), DiskFull)
+    assert atomic.fault_of(FileNotFoundError(2, "No such file", "/a/b")) is None
+
+
+def test_what_is_aside_is_gone_unless_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill() -> None:
+        with atomic.aside(tmp_path / "block") as folder:
+            (folder / "half").write_text("x")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(DiskFull):
+        fill()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with atomic.aside(Path()) as folder:
+        assert folder.parent == tmp_path

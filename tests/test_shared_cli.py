@@ -65,3 +65,51 @@ def test_unknown_command_and_option_exit_2() -> None:
 
 def test_version() -> None:
     assert run("--version").stdout.startswith("dflash, version ")
+
+
+def test_a_refusal_of_the_system_is_one_line(tmp_path: Path) -> None:
+    code = (
+        "import sys, click, shared.cli as cli\n"
+        "def fail(**_): raise PermissionError(13, 'Permission denied', '/store/block')\n"
+        "cli.cli.main = fail\ncli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 40
+    assert done.stderr.startswith("error: cannot use /store/block: Permission denied")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_left_does_not_fail_the_work() -> None:
+    code = "from shared.progress import say, summary\nfor _ in range(5): summary('x' * 99999, [('a', 1)])\nsay('done')"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.close()
+        assert child.stderr is not None
+        assert child.stderr.read() == b"done\n"
+    assert child.returncode == 0
+
+
+def test_closed_streams_and_full_files_are_no_tracebacks(tmp_path: Path) -> None:
+    for closed in (">&-", "2>&-", ">&- 2>&- <&-"):
+        done = subprocess.run(
+            ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-m", "shared", "status", str(tmp_path)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "shared", "query", "SELECT 1", "--in", str(tmp_path)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 41
+    assert done.stderr.startswith("error: the output cannot be written: No space left")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_query_into_a_reader_that_left(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shared", "query", "SELECT range FROM range(200000)", "--in", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        child.stdout.close()
+        assert child.stderr is not None
+        assert child.stderr.read() == ""
+    assert child.returncode == 0

@@ -83,3 +83,44 @@ def test_json_round_trip_and_unknown_keys() -> None:
     with pytest.raises(ConfigRefused) as caught:
         from_dict(Example, {"store": "s", "stpes": 1})
     assert "stpes" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_number_that_is_none_is_refused_for_every_command(value: str) -> None:
+    refused = invoke("--store", "x", f"--rate={value}").exception
+    assert isinstance(refused, ConfigRefused)
+    assert "--rate is" in str(refused)
+
+
+def test_an_empty_path_is_not_the_working_folder() -> None:
+    for arguments in (("--store", ""), ("", "--store", "x")):
+        refused = invoke(*arguments)
+        assert refused.exit_code == 2
+        assert "the path is empty" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [('rate = ["a"]', "rate is a list"), ("[rate]\na = 1", "rate is a dict"), (b"\xff", "not TOML")]
+)
+def test_toml_of_another_type_is_refused(tmp_path: Path, text: str | bytes, said: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    refused = invoke("--store", "x", "--config", str(path)).exception
+    assert isinstance(refused, ConfigRefused)
+    assert said in str(refused)
+
+
+@pytest.mark.parametrize(("name", "value"), [("device", "warp"), ("device", "cuda:x"), ("seed", -1), ("seed", 2**63)])
+def test_devices_and_seeds_mean_the_same_in_every_command(name: str, value: object) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Odd:
+        device: str = knob("auto", help="Where.")
+        seed: int = knob(0, help="Which.")
+
+    @click.command()
+    @options_of(Odd)
+    def command(config: Odd) -> None:
+        raise AssertionError(config)
+
+    with pytest.raises(ConfigRefused, match=f"--{name} is"):
+        command.main([f"--{name}={value}"], standalone_mode=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,23 @@ def test_a_ready_row_is_taken_as_it_is(tmp_path: Path) -> None:
     found = one(tmp_path, {"input_ids": [5, 6, 7], "loss_mask": [0, True, 1], "messages": TURNS})
     assert isinstance(found, Conversation)
     assert (found.input_ids, found.loss_mask, found.messages) == ([5, 6, 7], [0, 1, 1], None)
+
+
+def test_half_a_character_and_endless_nesting_are_broken_lines(tmp_path: Path) -> None:
+    path = tmp_path / "odd.jsonl"
+    whole = '{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
+    half = '{"messages": [{"role": "user", "content": "\\ud83d"}]}'
+    path.write_text(f"{whole}\n{half}\n{'[' * 200_000}\n", encoding="utf-8")
+    good, *faults = scan_conversations([path])
+    assert isinstance(good, Conversation)
+    assert good.messages is not None
+    assert good.messages[0]["content"] == "\U0001f600"
+    assert all(isinstance(fault, RowFault) and fault.error is DataSyntax for fault in faults)
+    assert [fault.line_number for fault in faults] == [2, 3]
+    assert "\\ud83d is half a character" in getattr(faults[0], "detail", "")
+
+
+def test_a_pipe_is_said_to_be_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataMissing, match="is a pipe or device"):
+        list(scan_conversations([tmp_path / "pipe"]))

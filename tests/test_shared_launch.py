@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import Interrupted, MaskTokenInUse, WorkerFailed
+from shared.errors import DiskFull, Interrupted, MaskTokenInUse, WorkerFailed
 from shared.launch import LaunchSpec, log_path, run_workers
 
 
@@ -110,3 +110,9 @@ def test_environment_of_one_worker_is_its_own(tmp_path: Path) -> None:
     before = dict(os.environ)
     run_workers(spec(tmp_path, "well", 1))
     assert dict(os.environ) == before
+
+
+@pytest.mark.crash
+def test_a_worker_without_room_for_its_ending_keeps_its_class(tmp_path: Path) -> None:
+    with pytest.raises(DiskFull, match=r"worker 0 could not write in .*make room"):
+        run_workers(spec(tmp_path, "disk_too_full_for_an_ending", 1))

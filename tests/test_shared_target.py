@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -236,3 +237,12 @@ def test_geometry_of_a_multimodal_config_is_its_texts(tmp_path: Path) -> None:
     found = geometry_of(Gemma3Config(text_config=text))
     assert (found["vocab_size"], found["hidden_size"], found["num_hidden_layers"]) == (99, 64, 5)
     assert found["input_embedding_scale"] == 8.0
+
+
+def test_a_gguf_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert find_target(str(tmp_path)).gguf == "m.gguf"
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # an installation with nothing in it
+    for asked in (tmp_path, tmp_path / "m.gguf"):
+        with pytest.raises(TargetUnsupported, match=r"package gguf is not installed; pip install 'dflash-offline\[gg"):
+            find_target(str(asked))

@@ -22,7 +22,16 @@ from tiny_target import save_target
 import stage1_extract.extract as extract_module
 from manifests.commit import read
 from shared.cli import cli
-from shared.errors import DflashError, NonFinite, StoreDamaged, WorkerFailed
+from shared.errors import (
+    ConfigRefused,
+    DflashError,
+    NonFinite,
+    StoreDamaged,
+    StoreMismatch,
+    TargetNotFound,
+    TargetUnsupported,
+    WorkerFailed,
+)
 from shared.launch import LaunchSpec
 from shared.rows import PreparedRows
 from shared.store import TeacherStore
@@ -540,3 +549,56 @@ def _worker_pid(store: Path, running: subprocess.Popen[bytes]) -> int:
                 return int(process.name)
         time.sleep(0.05)
     raise AssertionError("no worker started")
+
+
+def test_a_cut_weights_file_is_refused_before_anything_is_made(root: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(root / "qwen3", cut)
+    weights = cut / "model.safetensors"
+    for size in (0, 4, 5000, weights.stat().st_size - 1):
+        os.truncate(weights, size)
+        result = extract(root, tmp_path / "x.zarr", "--target", cut)
+        assert isinstance(result.exception, TargetNotFound), result.exception
+        assert str(weights) in str(result.exception)
+        assert not (tmp_path / "x.zarr").exists()
+        shutil.copy(root / "qwen3" / "model.safetensors", weights)
+
+
+def test_a_target_without_tokenizer_files_is_refused(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "qwen3", tmp_path / "bare", ignore=shutil.ignore_patterns("token*", "special*"))
+    result = extract(root, tmp_path / "x.zarr", "--target", tmp_path / "bare")
+    assert isinstance(result.exception, TargetNotFound)
+    assert "tokenizer" in str(result.exception)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_an_attempt_without_a_block_binds_nobody(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "main", lambda *_: (_ for _ in ()).throw(NonFinite("at once")))
+        assert isinstance(extract(root, tmp_path / "x.zarr", "--topk", 4).exception, NonFinite)
+    ok(extract(root, tmp_path / "x.zarr", "--topk", 16))
+    assert TeacherStore(tmp_path / "x.zarr", done_blocks(tmp_path / "x.zarr")).identity["topk"] == 16
+    assert isinstance(extract(root, tmp_path / "x.zarr", "--topk", 4).exception, StoreMismatch)
+
+
+def test_rows_and_stores_keep_apart(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "rows-qwen3", tmp_path / "rows")
+    before = sorted(tmp_path.rglob("*"))
+    result = extract(root, tmp_path / "rows")
+    assert isinstance(result.exception, ConfigRefused)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_one_line(root: Path, tmp_path: Path) -> None:
+    result = extract(root, tmp_path / "x.zarr", "--device", "cuda:3")
+    assert isinstance(result.exception, TargetUnsupported)
+    assert "sees no CUDA device" in str(result.exception)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_head_follows_the_umask_and_the_store_knows_the_templates_switches(root: Path, tmp_path: Path) -> None:
+    ok(extract(root, tmp_path / "x.zarr"))
+    store = tmp_path / "x.zarr"
+    assert (store / "target" / "head.safetensors").stat().st_mode == (store / "store.json").stat().st_mode
+    assert json.loads((store / "store.json").read_text())["chat_template_kwargs"] == {}

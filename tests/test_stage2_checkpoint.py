@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from manifests.commit import Ledger, read
-from shared.errors import CheckpointMismatch, StoreDamaged
+from shared.errors import CheckpointMismatch, DiskFull, StoreDamaged
 from stage2_train import checkpoint
 from stage2_train.checkpoint import Snapshot, load_drafter
 from stage2_train.checkpoint_folder import folder_of, newest_complete, read_info, require_same
@@ -223,3 +223,27 @@ def test_another_configuration_is_refused_with_both_values(path: tuple[str, ...]
 
 def test_what_moves_no_number_may_differ() -> None:
     require_same(RUN, RUN | {"config": RUN["config"] | {"nproc": 2}}, frozenset({"nproc"}), Path("step"))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["drafter.safetensors", "config.json", "checkpoint.json"])
+def test_a_checkpoint_damaged_in_place_is_one_line(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 4)
+    size = (folder / name).stat().st_size
+    (folder / name).write_bytes(b"\xff" * size)
+    with pytest.raises((StoreDamaged, CheckpointMismatch), match=r"damaged|not JSON"):
+        load_drafter(folder)
+
+
+def test_checkpoints_follow_the_umask_and_a_failed_save_gives_its_room_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path, 4)
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_state", full)
+    with pytest.raises(DiskFull):
+        save(tmp_path, 8)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [folder.name]

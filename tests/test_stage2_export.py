@@ -203,10 +203,10 @@ def test_a_failed_export_leaves_nothing_and_keeps_the_old_one(
     before = (folder / "model.safetensors").read_bytes()
     save_run(run, target, seed=6, step=8)
 
-    def damaged(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    def damaged(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
         save_file({name: tensors[name] for name in sorted(tensors)[1:]}, path, metadata=metadata)
 
-    monkeypatch.setattr(export_module, "save_file", damaged)
+    monkeypatch.setattr(export_module, "write_tensors", damaged)
     for out in (tmp_path / "new", folder):
         with pytest.raises(ExportMismatch, match="does not load again"):
             export(ExportConfig(run=run, out=out, overwrite=True))

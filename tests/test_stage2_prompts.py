@@ -125,3 +125,12 @@ def test_nothing_to_ask_names_the_reasons(tmp_path: Path) -> None:
     with pytest.raises(NothingLeft, match="1 no_user_turn, 1 too_long") as caught:
         read_prompts(path, ChatRenderer(make_tokenizer()), PromptLimits(None, 10))
     assert caught.value.exit_code == 17
+
+
+def test_a_prompt_with_an_id_that_the_target_has_not_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "ready.jsonl"
+    rows = [{"input_ids": [1, first, 3, 4], "loss_mask": [0, 0, 1, 1]} for first in (2, 99)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_prompts(path, ChatRenderer(make_tokenizer()), PromptLimits(None, 100, vocab_size=99))
+    assert [prompt.ids for prompt in found.prompts] == [[1, 2]]
+    assert found.skipped == {"ids_out_of_range": 1}

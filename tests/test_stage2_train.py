@@ -18,6 +18,7 @@ from manifests.commit import read
 from shared.errors import (
     ConfigRefused,
     DflashError,
+    MaskTokenInUse,
     MaskTokenOutOfRange,
     NonFinite,
     NothingLeft,
@@ -226,3 +227,30 @@ def test_toy_store_is_what_the_tests_think(store: Path) -> None:
     opened = open_store(store)
     assert opened.identity["mask_token_id"] == MASK
     assert (len(select(opened, "train")[0]), len(select(opened, "heldout")[0])) == (24, 8)
+
+
+def test_a_mask_token_in_use_is_refused(store: Path, tmp_path: Path) -> None:
+    used = int(
+        open_store(store).read_document(select(open_store(store), "train")[0][0], ("input_ids",))["input_ids"][0]
+    )
+    with pytest.raises(MaskTokenInUse, match=f"mask token {used} "):
+        run_here(config_of(store, tmp_path / "run", mask_token_id=used))
+    assert not (tmp_path / "run").exists()
+
+
+DAMAGE = [
+    ("store.json", b"[]", 32),
+    ("store.json", b"{}", 30),
+    ("target/config.json", b"{", 32),
+    ("target/head.safetensors", b"\xff" * 64, 32),
+    ("plan.json", b"{", 32),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "code"), DAMAGE, ids=[f"{case[0]}-{case[1][:2]!r}" for case in DAMAGE])
+def test_a_damaged_store_is_one_line(tmp_path: Path, name: str, content: bytes, code: int) -> None:
+    store = make_store(tmp_path / "x.zarr", counting_texts(4))
+    (store / name).write_bytes(content)
+    with pytest.raises(DflashError, match=name if code == 32 else "format") as caught:
+        run_here(config_of(store, tmp_path / "run"))
+    assert caught.value.exit_code == code

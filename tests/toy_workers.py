@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -44,3 +45,9 @@ def until_stopped(run_dir: Path, rank: int, world_size: int) -> None:
         time.sleep(0.02)
     (run_dir / f"saved-{rank}").write_text("checkpoint")
     raise Interrupted("stopped at step 7; run the same command again to go on")
+
+
+def disk_too_full_for_an_ending(run_dir: Path, rank: int, world_size: int) -> None:
+    shutil.rmtree(run_dir / "workers")
+    (run_dir / "workers").write_text("a file where the folder was: nothing can be written below it")
+    raise OSError(28, "No space left on device", str(run_dir / "block"))

@@ -26,6 +26,11 @@ from common import SPECIAL_TOKENS, Row, read_rows, write_rows
 
 GENERAL = ("arena-hard-v0.1", "oasst-prompts", "self-instruct-user", "self-instruct-seed")
 BOXED_REQUEST = "Please reason step by step, and put your final answer within \\boxed{}."
+OPENING = (
+    "Let's solve this problem step by step. First, let's write down what we know, and then work through the steps one "
+    "at a time."
+)
+CLOSING = "I hope this helps! Let me know if you have any other questions about this problem."
 CODE_LEADS = (
     "Here is a Python function that solves the task:",
     "You can use this function:",
@@ -38,22 +43,25 @@ LONGEST_PROMPT = 700
 def boxed_answer(reference: str) -> str:
     """gsm8k's solution as numbered steps, without calculator marks, ending in the boxed result.
 
-    The fixed words around the steps are what larger chat models write too; a drafter learns them first.
+    The fixed sentences around the steps are of the kind that larger chat models write; a drafter learns them first.
     """
     text, _, final = reference.rpartition("####")
     text = re.sub(r"<<[^<>]*>>", "", text)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     steps = [f"Step {number}: {line}" for number, line in enumerate((line for line in lines if line), 1)]
-    result = f"Putting these steps together, the final answer is \\boxed{{{final.strip().replace(',', '')}}}."
-    return "\n\n".join(["Let's solve this problem step by step.", *steps, result])
+    result = final.strip().replace(",", "")
+    answer = f"Putting these steps together, the answer to this question is {result}."
+    return "\n\n".join([OPENING, *steps, answer, f"Therefore, the final answer is \\boxed{{{result}}}.", CLOSING])
 
 
 def code_answer(reference: str, lead: str) -> str:
     """mbpp's solution as a Python block: LF line ends, four-space tabs, no trailing blanks."""
     text = reference.replace("\r\n", "\n").replace("\r", "\n").expandtabs(4)
     lines = [line.rstrip() for line in textwrap.dedent(text).strip("\n").splitlines()]
-    closing = "This function takes the given input and returns the result."
-    return lead + "\n\n```python\n" + "\n".join(lines) + "\n```\n\n" + closing
+    body = "\n".join(lines)
+    return (
+        f"{lead}\n\n```python\n{body}\n```\n\nThis function takes the given input and returns the result.\n\n{CLOSING}"
+    )
 
 
 def prompt_of(row: Row) -> str:

@@ -317,6 +317,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--start", type=Path, help="trained folder of the same shape and tokenizer to go on from")
     shape = parser.add_argument_group("shape")
     for name, value in (("layers", 8), ("hidden", 256), ("intermediate", 384), ("heads", 4), ("kv-heads", 2)):
         shape.add_argument(f"--{name}", type=int, default=value)
@@ -351,7 +352,10 @@ def main() -> None:
         train, val, test = (dict(list(groups.items())[: args.limit]) for groups in (train, val, test))
     unique = sum(len(text.tokens) for texts in train.values() for text in texts)
     model = build_model(tokenizer, args)
-    scale_outputs(model)
+    if args.start is None:
+        scale_outputs(model)
+    else:
+        model.load_state_dict(Qwen3ForCausalLM.from_pretrained(args.start, dtype=torch.float32).state_dict())
     fuse_norms()
     add_dropout(model, args.dropout)
     model.to(device)
