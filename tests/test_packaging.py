@@ -38,7 +38,7 @@ def test_importing_everything_has_no_side_effects(tmp_path: Path) -> None:
     code = f"""
 import logging, os, signal, importlib, torch, transformers
 # torch names its own compile cache in the environment when parts of it are first imported; we must not.
-env = lambda: {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")}
+env = lambda: sorted(item for item in os.environ.items() if not item[0].startswith("TORCHINDUCTOR_"))
 before = (env(), list(logging.root.handlers), signal.getsignal(signal.SIGTERM), torch.get_num_threads())
 for name in {modules()!r}:
     importlib.import_module(name)
@@ -66,5 +66,5 @@ def test_the_lower_half_never_needs_torch() -> None:
             "shared.atomic",
         )
     ]
-    code = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\nsys.exit('torch' in sys.modules)"
+    code = "import sys, importlib\nfor n in sys.argv[1:]: importlib.import_module(n)\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, *lower], check=True)
