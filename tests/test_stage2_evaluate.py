@@ -22,7 +22,7 @@ from stage2_train.config_eval import EvalConfig, ExportConfig
 from stage2_train.decode import DecodedBatch, speculative_decode
 from stage2_train.evaluate import batches, eos_token_ids, evaluate
 from stage2_train.export import export
-from stage2_train.lossless import first_difference, tie_tolerance
+from stage2_train.lossless import NOISE_FACTOR, first_difference, next_token_logits, rounding, tie_tolerance
 from stage2_train.prompts import Prompt
 
 QUESTIONS = ["Hello, how are you?", "Count to 10.", "What is the capital of France?", "add a and b", "Paris"]
@@ -147,7 +147,7 @@ def test_another_text_than_the_targets_ends_with_62_after_the_report(
     with pytest.raises(NotLossless, match=r"1 greedy texts are not the target's own; .* new token 3: ") as caught:
         evaluate(config(run, data, target))
     assert caught.value.exit_code == 62
-    (path,) = (run / "evaluations").iterdir()
+    (path,) = (run / "evaluations").glob("*.json")
     check = json.loads(path.read_text())["check"]
     assert (check["equal"], len(check["mismatches"])) == (4, 1)
     assert read(run, "evaluations")[0]["mismatches"] == 1
@@ -207,3 +207,20 @@ def test_an_exported_folder_evaluates_like_its_checkpoint(run: Path, data: Path,
     assert exported["global_step"] == 7
     assert (tmp_path / "drafter-eval" / "evaluations").is_dir()
     assert sorted(path.name for path in out.iterdir()) == before
+
+
+def test_a_tie_is_judged_by_the_rounding_that_is_measured_there() -> None:
+    model, prompt = make_model("qwen3", tied=False), [5, 7, 11, 13]
+    target = wrap(model.to(torch.bfloat16), None, "tiny")
+    logits = next_token_logits(target, prompt)
+    noise = rounding(target, prompt, [17] * 16, logits)
+    assert 0 <= noise < float(logits.std()), "rounding is far below the differences between tokens"
+    exact = wrap(make_model("qwen3", tied=False), None, "tiny")
+    assert rounding(exact, prompt, [17] * 16, next_token_logits(exact, prompt)) < 1e-4
+    order = logits.argsort(descending=True).tolist()
+    for token in order[1:]:
+        found = first_difference(target, "p", prompt, ([order[0]], [token]), 0.0)
+        assert found is not None
+        assert found.gap is not None
+        assert found.noise is not None
+        assert found.tie == (found.gap <= NOISE_FACTOR * found.noise)
