@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check unit slow clean
+.PHONY: demo test check unit gpu clean
 
 demo: $(STAMP)
 	$(BIN)/dflash demo
@@ -23,8 +23,9 @@ check: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+# On a machine with CUDA; the first compile of a fresh machine can take minutes.
+gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu --durations 0
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed, $(PYTHON) is " + sys.version.split()[0])'

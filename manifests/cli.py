@@ -69,8 +69,11 @@ def query(sql: str | None, roots: tuple[Path, ...], form: str | None) -> None:
         for name, text in named_queries().items():
             tell(f"{name}: {text.splitlines()[0].removeprefix('-- ')}")
         return
-    require_folders(roots)
-    names, rows = run_sql(roots or (Path("runs"),), sql)
+    folders = roots or (Path("runs"),)
+    require_folders(folders)
+    if sql.strip() in {*KINDS, *named_queries()}:
+        sql = f"SELECT * FROM {sql.strip()}"
+    names, rows = run_sql(folders, sql)
     tell(render(names, rows, form).removesuffix("\n"))
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A command began or ended on a folder: state started, finished, failed or interrupted."""
+    """A command began or ended on a folder: state started, finished, failed, interrupted or refused."""
 
     run_id: str
     command: str

@@ -18,7 +18,15 @@ from manifests.commit import Ledger, read
 from manifests.records import RunRecord
 from shared import provenance
 from shared.atomic import owned
-from shared.errors import ConfigRefused, DflashError, DiskFull, Interrupted, PathNotWritable
+from shared.errors import (
+    CheckpointMismatch,
+    ConfigRefused,
+    DflashError,
+    DiskFull,
+    Interrupted,
+    PathNotWritable,
+    StoreMismatch,
+)
 from shared.stop import StopRequest, shielded
 
 
@@ -46,14 +54,30 @@ def recorded(folder: Path, command: str, config: dict[str, Any]) -> Iterator[str
                 if isinstance(error, KeyboardInterrupt | StopRequest)
                 else 1
             )
-            state = "interrupted" if code == Interrupted.exit_code else "failed"
-            message = f"{type(error).__name__}: {error}"
+            state = state_of(error, code)
+            message = str(error) if state == "interrupted" else f"{type(error).__name__}: {error}"
             # A disk that is full takes no record either; the fault itself is what the user must read.
             with shielded(), suppress(DiskFull, PathNotWritable):
                 ledger.append(RunRecord(run_id=run_id, command=command, state=state, exit_code=code, message=message))
             raise
         with shielded():
             ledger.append(RunRecord(run_id=run_id, command=command, state="finished", exit_code=0))
+
+
+def state_of(error: BaseException, exit_code: int) -> str:
+    """How a command that ended by `error` is remembered.
+
+    "refused" is a command that did not fit what is there and touched nothing: a finished folder stays finished.
+    """
+    if exit_code == Interrupted.exit_code:
+        return "interrupted"
+    return "refused" if isinstance(error, ConfigRefused | CheckpointMismatch | StoreMismatch) else "failed"
+
+
+def without_refused(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run records less those of refused commands, unless nothing else ever ran."""
+    refused = {record["run_id"] for record in runs if record["state"] == "refused"}
+    return [record for record in runs if record["run_id"] not in refused] or runs
 
 
 def owned_part(folder: Path, command: str) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 
 from manifests.commit import latest, read
 from manifests.query import run_folders
-from manifests.runs import is_owned, owned_part
+from manifests.runs import is_owned, owned_part, without_refused
 from shared.progress import combine, line
 
 
@@ -46,7 +46,7 @@ def _status_or_fault(folder: Path) -> FolderStatus:
 
 def status_of(folder: Path) -> FolderStatus:
     """The status of one folder."""
-    runs = read(folder, "runs")
+    runs = without_refused(read(folder, "runs"))
     last = runs[-1] if runs else {"command": "", "state": "empty", "message": ""}
     state, message = verdict(last, is_owned(owned_part(folder, str(last["command"]))))
     if state == "running":

@@ -100,6 +100,10 @@ def _open_standard_streams() -> None:
 
 
 def _fail(error: DflashError) -> NoReturn:
-    """The one line of a user fault and its exit code; line breaks of a library's message become spaces."""
-    say(f"error: {' '.join(str(error).split())}")
+    """The one line of a user fault and its exit code; line breaks of a library's message become spaces.
+
+    A stop that was asked for is no error and is not called one.
+    """
+    label = "" if isinstance(error, Interrupted) else "error: "
+    say(label + " ".join(str(error).split()))
     sys.exit(error.exit_code)

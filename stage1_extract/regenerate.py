@@ -94,12 +94,17 @@ def prompt_sha(prompt: Sequence[int]) -> str:
 
 
 def split_turns(messages: Messages) -> list[Messages]:
-    """Cut a conversation where the target shall speak: after a user or tool turn that nobody answers in the data.
+    """Cut a conversation where the target shall speak: after every user or tool turn.
 
-    A trailing assistant turn is dropped (the target writes it anew); answered turns in the middle stay as they are.
+    The data's own answers are dropped, the target writes them anew. Kept is an assistant turn that a tool turn follows:
+    the tool's result belongs to that very call.
     """
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
+    following_roles = [message["role"] for message in messages[1:]] + ["nobody"]
+    messages = [
+        message
+        for message, following in zip(messages, following_roles, strict=True)
+        if message["role"] != "assistant" or following == "tool"
+    ]
     chunks: list[Messages] = []
     current: Messages = []
     for place, message in enumerate(messages):

@@ -165,5 +165,7 @@ def _print_summary(run_dir: Path, run: dict[str, Any], headline: str) -> None:
         )
     else:
         pairs.append(("held-out acceptance length (estimate)", "none: the store has no held-out document"))
-    pairs.append(("next", f"dflash eval --run {run_dir}"))
+    pairs.append(
+        ("next", f"dflash eval --run {run_dir} --data HELDOUT.jsonl  (or the prepared rows: their held-out part)")
+    )
     summary(headline, pairs)

@@ -123,7 +123,11 @@ def train(parts: Parts) -> None:
             with compiled.contract(f"step {step}"):
                 parts.stepper.step(state, next(batches), total)
             reporter.update("train", state["global_step"], total, "steps", **shown)
-            if state["global_step"] % config.log_every == 0 or state["global_step"] == total:
+            if (
+                state["global_step"] == 1
+                or state["global_step"] % config.log_every == 0
+                or state["global_step"] == total
+            ):
                 numbers = Window.read(state["window"], config.block_size)
                 state["window"] = Window.empty(config.block_size)
                 seconds, window_started = time.perf_counter() - window_started, time.perf_counter()

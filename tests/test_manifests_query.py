@@ -127,6 +127,13 @@ def test_output_forms(tmp_path: Path) -> None:
     assert out().splitlines()[-1] == "(1 row)"
 
 
+def test_a_bare_name_is_a_query(tmp_path: Path) -> None:
+    Ledger(tmp_path, "w").append(MetricRecord(run_id="a", global_step=1, split="train", name="loss", value=0.5))
+    command = [sys.executable, "-m", "shared", "query", "loss_curve", "--in", str(tmp_path), "--csv"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"folder,global_step,loss\n{tmp_path},1,0.5\n"
+
+
 def test_acceptance_query_shows_the_newest_of_each_name(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, "eval")
     for value in (1.0, 3.0):

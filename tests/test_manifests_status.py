@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 
 from manifests.commit import Ledger, read
+from manifests.query import run_sql
 from manifests.records import RunRecord, ShardRecord
 from manifests.runs import is_owned, recorded
 from manifests.status import status_of, statuses
-from shared.errors import ConfigRefused, DiskFull, Interrupted, NonFinite, RunBusy
+from shared.errors import CheckpointMismatch, ConfigRefused, DiskFull, Interrupted, NonFinite, RunBusy
 
 ENDINGS = [
     (DiskFull("full"), "failed", 41),
     (Interrupted("stop"), "interrupted", 75),
     (KeyboardInterrupt(), "interrupted", 75),
     (ZeroDivisionError("bug"), "failed", 1),
+    (ConfigRefused("block 32"), "refused", 43),
     (None, "finished", 0),
 ]
 
@@ -41,6 +43,16 @@ def test_every_ending_is_a_record(tmp_path: Path, error: BaseException | None, s
     assert (last["state"], last["exit_code"]) == (state, code)
     assert status_of(tmp_path).state == state
     assert not is_owned(tmp_path)
+
+
+def test_a_refused_command_does_not_make_a_finished_run_failed(tmp_path: Path) -> None:
+    with recorded(tmp_path, "train", {}):
+        pass
+    with pytest.raises(CheckpointMismatch), recorded(tmp_path, "train", {}):
+        raise CheckpointMismatch("block_size is 16, 8 asked")
+    assert status_of(tmp_path).state == "finished"
+    _, rows = run_sql([tmp_path], "SELECT state FROM run_states")
+    assert rows == [("finished",)]
 
 
 def test_an_evaluation_runs_beside_the_training_it_measures(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_every_option_has_help() -> None:
 
 
 def test_user_faults_are_one_line_with_their_code(tmp_path: Path) -> None:
-    done = run("query", "SELECT 1; SELECT 2", cwd=tmp_path)
+    done = run("query", "SELECT 1; SELECT 2", "--in", str(tmp_path))
     assert done.returncode == 43
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1

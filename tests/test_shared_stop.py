@@ -52,7 +52,7 @@ def test_every_request_leaves_its_record_and_one_line(tmp_path: Path, requests: 
         _, said = child.communicate(timeout=20)
     assert child.returncode == 75
     assert len(said.splitlines()) == 1
-    assert said.startswith("error: stopped on request (SIG")
+    assert said.startswith("stopped on request (SIG")
     assert states(tmp_path)[0] == ("started", None)
     assert states(tmp_path)[1:] == [("interrupted", 75)]
     assert (tmp_path / "left").exists()

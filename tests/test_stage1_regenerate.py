@@ -161,7 +161,7 @@ def test_user_turns_in_a_row_are_answered_one_after_the_other(tmp_path: Path, ta
         ([user("a")], [[user("a")]]),
         ([user("a"), said("b")], [[user("a")]]),
         ([user("a"), user("b")], [[user("a")], [user("b")]]),
-        ([user("a"), said("b"), user("c"), said("d")], [[user("a"), said("b"), user("c")]]),
+        ([user("a"), said("b"), user("c"), said("d")], [[user("a")], [user("c")]]),
         (
             [{"role": "system", "content": "s"}, user("a"), user("b")],
             [[{"role": "system", "content": "s"}, user("a")], [user("b")]],

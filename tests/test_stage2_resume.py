@@ -108,7 +108,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(store: Path, tmp_path: Path)
         command(config, *more), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and len(curve(tmp_path / "run")) < 2:
+    while time.monotonic() < deadline and len(curve(tmp_path / "run")) < 3:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)

@@ -6,7 +6,7 @@
 # TARGET  the model: a Hub id, a local folder, or a folder with its GGUF file
 # DATA    a folder with train/*.jsonl and bench/*.jsonl (lines with `messages`)
 # OUT     where everything goes
-# Sizes can be changed by environment variables, see below; the defaults are those of the README's table.
+# Sizes can be changed by environment variables, see below; the README's table names the sizes it used.
 set -euo pipefail
 target=$1 data=$2 out=$3
 rows=${ROWS:-4000}             # training prompts, drawn over all files
@@ -32,7 +32,6 @@ step extract --target "$target" --data "$out/rows" --out "$out/store.zarr" --sha
 step train --store "$out/store.zarr" --run "$out/train" --steps "$steps" --num-layers "$layers" \
     --batch-rows "$batch_rows" --max-length 1024 --anchors "$anchors" --optimizer muon --learning-rate 5e-3 \
     --eval-every 400 --save-every 400
-step export --run "$out/train" --out "$out/drafter"
 # gsm8k alone, for the clock; the others side by side, since batch-1 decoding leaves most of a GPU idle.
 step eval --run "$out/train" --data "$data/bench/gsm8k.jsonl" --limit "$limit" --max-new-tokens "$answer" \
     --batch-size 64 --timed-prompts 3
@@ -43,4 +42,6 @@ for name in math500 humaneval mbpp mt-bench; do
     pids+=($!)
 done
 for pid in "${pids[@]}"; do wait "$pid"; done
+# Last, so that the drafter's card names what it reaches.
+step export --run "$out/train" --out "$out/drafter"
 step query "SELECT name, prompts, acceptance_length, low, high, mismatches, ties FROM acceptance ORDER BY name" --in "$out"
