@@ -27,9 +27,9 @@ class DemoConfig:
     """How large the demo is; the defaults end in minutes on two CPU cores."""
 
     out: Path = knob(Path("runs/demo"), help="Folder for everything the demo writes.")
-    prompts: int = knob(400, help="Training prompts, of those bundled.")
+    prompts: int = knob(520, help="Training prompts, of those bundled.")
     heldout: int = knob(24, help="Held-out prompts to decode.")
-    steps: int = knob(320, help="Training steps.")
+    steps: int = knob(250, help="Training steps.")
     max_new_tokens: int = knob(256, help="Tokens an answer may have.")
 
 
@@ -77,7 +77,7 @@ def commands(config: DemoConfig) -> list[tuple[str, list[str]]]:
         ("stage 2: train the drafter from the store; the target is not needed", [
             "train", "--store", str(store), "--run", str(run), "--steps", str(config.steps), "--num-layers", "3",
             "--batch-rows", "8", "--max-length", "320", "--anchors", "24", "--optimizer", "muon",
-            "--learning-rate", "1e-2", "--eval-every", "80", "--save-every", "80",
+            "--learning-rate", "1e-2", "--eval-every", "50", "--save-every", "50",
         ]),
         ("before training: the same drafter at its first weights, decoding for real", [
             "eval", "--run", str(run), "--untrained", "--timed-prompts", "0", *evaluation, few,
