@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from manifests.commit import latest, read
 from manifests.query import run_folders
 from manifests.runs import is_owned, owned_part, without_refused
+from shared.json_file import read_if_whole
 from shared.progress import combine, line
 
 
@@ -74,12 +74,8 @@ def _kind(folder: Path) -> str:
 
 
 def _progress_line(folder: Path, command: str) -> str:
-    states = []
-    for path in sorted((folder / "progress").glob(f"{command}-*.json")):
-        try:
-            states.append(json.loads(path.read_text()))
-        except (OSError, ValueError):
-            continue
+    paths = sorted((folder / "progress").glob(f"{command}-*.json"))
+    states = [state for path in paths if (state := read_if_whole(path)) is not None]
     shot = combine(states, summed=command == "extract")
     return line(command, shot) if shot else ""
 
@@ -102,7 +98,5 @@ def _holds(folder: Path) -> dict[str, Any]:
 
 
 def _plan_blocks(folder: Path) -> int | None:
-    try:
-        return len(json.loads((folder / "plan.json").read_text())["blocks"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    blocks = (read_if_whole(folder / "plan.json") or {}).get("blocks")
+    return len(blocks) if isinstance(blocks, list) else None

@@ -25,6 +25,15 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
     return value
 
 
+def read_if_whole(path: Path) -> dict[str, Any] | None:
+    """The object in a file that the living replace at will (progress, endings); None while there is none to read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def require_keys(value: dict[str, Any], names: tuple[str, ...], path: Path, advice: str) -> None:
     """Raise StoreDamaged when a description lacks what every one of its kind has."""
     if missing := [name for name in names if name not in value]:

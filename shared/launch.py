@@ -6,7 +6,6 @@ The parent imports no torch, so what kills a worker does not kill the watcher. C
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -18,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from shared.atomic import disk_faults, free_bytes
 from shared.errors import DiskFull, Interrupted, PathNotWritable, WorkerFailed, error_classes
+from shared.json_file import read_if_whole
 from shared.progress import Display, combine, progress_path
 from shared.worker import ending_path
 
@@ -127,29 +126,23 @@ def _watch(
 
 def _draw(spec: LaunchSpec, display: Display) -> None:
     states = [
-        state for rank in range(spec.num_workers) if (state := _read_json(progress_path(spec.run_dir, spec.role, rank)))
+        state
+        for rank in range(spec.num_workers)
+        if (state := read_if_whole(progress_path(spec.run_dir, spec.role, rank)))
     ]
     shot = combine(states, spec.summed_progress)
     if shot is not None:
         display.show(shot)
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return value
-
-
 def _finished(spec: LaunchSpec, rank: int, code: int) -> bool:
     # Exit 0 alone proves nothing (os._exit, a library calling exit): the worker must have recorded its ending.
-    ending = _read_json(ending_path(spec.run_dir, spec.role, rank))
+    ending = read_if_whole(ending_path(spec.run_dir, spec.role, rank))
     return code == 0 and ending is not None and ending["code"] == 0
 
 
 def _fault(spec: LaunchSpec, rank: int, code: int) -> Exception:
-    ending = _read_json(ending_path(spec.run_dir, spec.role, rank)) or {}
+    ending = read_if_whole(ending_path(spec.run_dir, spec.role, rank)) or {}
     known = error_classes().get(str(ending.get("error")))
     if known is not None:
         return known(ending["message"])
@@ -161,7 +154,7 @@ def _fault(spec: LaunchSpec, rank: int, code: int) -> Exception:
                     "free); make room or change its permissions, then run the same command again"
                 )
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    state = _read_json(progress_path(spec.run_dir, spec.role, rank))
+    state = read_if_whole(progress_path(spec.run_dir, spec.role, rank))
     where = (
         f" in phase {state['phase']} at {state['done']:,.0f} {state['unit']}" if state else " before its first report"
     )
@@ -174,7 +167,7 @@ def _fault(spec: LaunchSpec, rank: int, code: int) -> Exception:
 
 
 def _raise_unless_interrupted(spec: LaunchSpec, workers: list[subprocess.Popen[bytes]]) -> None:
-    endings = [_read_json(ending_path(spec.run_dir, spec.role, rank)) or {} for rank in range(len(workers))]
+    endings = [read_if_whole(ending_path(spec.run_dir, spec.role, rank)) or {} for rank in range(len(workers))]
     if endings and all(ending.get("code") == 0 for ending in endings):
         return  # the work was already done when the request came
     said = next((ending["message"] for ending in endings if ending.get("error") == "Interrupted"), "")

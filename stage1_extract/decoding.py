@@ -17,16 +17,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from shared.slot_cache import SlotLayer, Slots, cache_argument
 from shared.target import Target
 from stage1_extract.sampling import pick, uniforms
-from stage1_extract.slot_cache import (
-    SlotLayer,
-    Slots,
-    bytes_per_position,
-    cache_argument,
-    grouped_attention,
-    is_attention_only,
-)
+from stage1_extract.slot_attention import bytes_per_position, grouped_attention, is_attention_only
 
 # Steps between two looks at which rows have ended: each look waits for the device, and a row ends at most this late.
 _LOOK_EVERY = 8

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from shared.slot_cache import cache_argument
 from shared.target import Target
 from stage1_extract.decoding import Answer, Decoding, Request, rows_that_fit
 from stage1_extract.sampling import pick, uniforms
-from stage1_extract.slot_cache import cache_argument
 
 
 def decode_padded(

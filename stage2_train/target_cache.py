@@ -10,47 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from shared.errors import TargetUnsupported
+from shared.slot_cache import SlotLayer, Slots
 from shared.target import Target
-
-
-class Slots:
-    """Where the next forward writes (index [R, 1, Q, 1]) and how many slots its queries may look at."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.visible = 0
-        self.index: Tensor | None = None
-
-
-class SlotLayer(DynamicLayer):
-    """Keys and values [R, heads, capacity, head_dim] of one attention layer, written at absolute positions."""
-
-    def __init__(self, slots: Slots) -> None:
-        super().__init__()
-        self.is_initialized: bool = False
-        self.slots = slots
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            # zeros, not empty: a masked slot still meets a probability of 0, and 0 * NaN is NaN.
-            self.keys = key_states.new_zeros((*key_states.shape[:2], self.slots.capacity, key_states.shape[3]))
-            self.values = value_states.new_zeros((*value_states.shape[:2], self.slots.capacity, value_states.shape[3]))
-            self.device = key_states.device
-            self.is_initialized = True
-        assert self.slots.index is not None
-        self.keys.scatter_(2, self.slots.index.expand(key_states.shape), key_states)
-        self.values.scatter_(2, self.slots.index.expand(value_states.shape), value_states)
-        return self.keys[:, :, : self.slots.visible], self.values[:, :, : self.slots.visible]
-
-    def get_seq_length(self) -> int:
-        return self.slots.visible
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.visible, 0
 
 
 def unsupported(target: Target, what: str) -> TargetUnsupported:

@@ -7,7 +7,6 @@ Recurrent layers (Qwen3.5) cannot forget: their states are saved before a block 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from shared.slot_cache import Slots, cache_argument
 from shared.target import Target, capture
-from stage2_train.target_cache import Slots, attention_implementation, cache_layers, layer_types, sliding_window
+from stage2_train.target_cache import attention_implementation, cache_layers, layer_types, sliding_window
 
 # Accepted tokens a hybrid target feeds again before it spends one forward on moving its saved state ahead.
 _MAX_PENDING = 32
@@ -51,8 +51,7 @@ class TargetDecoder:
         self._window = sliding_window(target)
         self._layer_types = layer_types(target)
         self._cache = Cache(layers=cache_layers(target, self._slots))
-        parameters = inspect.signature(target.decoder.forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_argument = cache_argument(target)
         self._attention = attention_implementation(target)
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ from tiny_target import save_target
 from shared.target import Target, load_target
 from stage1_extract.decoding import Decoding, Request, decode
 from stage1_extract.sampling import pick, uniforms
-from stage1_extract.slot_cache import is_attention_only
+from stage1_extract.slot_attention import is_attention_only
 
 # Many end tokens, so that a random model meets one now and then.
 EOS = tuple(range(8, 320, 9))

@@ -156,9 +156,9 @@ def test_more_positions_than_reserved_are_refused() -> None:
         decoder.prefill([[3, 4, 5, 6, 7]])
 
 
-def test_unknown_caches_are_refused_by_name() -> None:
-    target = tiny_target("qwen3")
-    target.text_config.layer_types = ["full_attention", "chunked_attention"] * 2
+def test_unknown_caches_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3")  # shared with the tests that run after this one
+    monkeypatch.setattr(target.text_config, "layer_types", ["full_attention", "chunked_attention"] * 2)
     with pytest.raises(TargetUnsupported, match=r"'qwen3'.*chunked_attention") as caught:
         open_decoder(target, (), rows=1, capacity=8)
     assert caught.value.exit_code == 26

@@ -1,11 +1,10 @@
-"""Keys and values of many answers at once, at [row, head, position], and attention of one new token per row over them.
+"""Which targets decode in slots (shared/slot_cache.py), and attention of one new token per row over their cache.
 
 Called by stage1_extract/decoding.py.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,45 +24,12 @@ def is_attention_only(target: Target) -> bool:
     return len(layers) == target.num_hidden_layers and all(type(layer) is DynamicLayer for layer in layers)
 
 
-def cache_argument(target: Target) -> str:
-    """The forward's name for the cache: `cache` from transformers 5.2x on, `past_key_values` before."""
-    return "cache" if "cache" in inspect.signature(target.decoder.forward).parameters else "past_key_values"
-
-
 def bytes_per_position(target: Target) -> int:
     """Bytes of keys and values of one position over all layers."""
     config = target.text_config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return int(2 * heads * head_dim * target.dtype.itemsize * target.num_hidden_layers)
-
-
-class Slots:
-    """Where the next forward writes ([R, 1, 1, 1] positions) and how many positions its queries may look at."""
-
-    def __init__(self) -> None:
-        self.index: Tensor | None = None
-        self.visible = 0
-
-
-class SlotLayer(DynamicLayer):
-    """Keys and values [R, heads, capacity, head_dim], one position written per row and step."""
-
-    def __init__(self, slots: Slots, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.slots, self.keys, self.values, self.device, self.is_initialized = slots, keys, values, keys.device, True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        assert self.slots.index is not None
-        self.keys.scatter_(2, self.slots.index.expand(key_states.shape), key_states)
-        self.values.scatter_(2, self.slots.index.expand(value_states.shape), value_states)
-        return self.keys[:, :, : self.slots.visible], self.values[:, :, : self.slots.visible]
-
-    def get_seq_length(self) -> int:
-        return self.slots.visible
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.visible, 0
 
 
 @contextmanager
