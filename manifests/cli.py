@@ -5,12 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from shared.errors import ConfigRefused
 from shared.progress import tell
+
+if TYPE_CHECKING:
+    from manifests.query import Answer
 
 ROOTS = click.argument("roots", nargs=-1, type=click.Path(path_type=Path))
 
@@ -25,7 +30,7 @@ def status(roots: tuple[Path, ...], as_json: bool) -> None:
     dflash status
     dflash status runs/x.zarr --json
     """
-    from manifests.query import require_folders
+    from manifests.folders import require_folders
     from manifests.status import statuses
 
     require_folders(roots)
@@ -51,41 +56,54 @@ def status(roots: tuple[Path, ...], as_json: bool) -> None:
     type=click.Path(path_type=Path),
     help="Folder holding runs and stores; may be repeated.  [default: runs]",
 )
-@click.option("--json", "form", flag_value="json", help="JSON array of objects.")
-@click.option("--csv", "form", flag_value="csv", help="Comma-separated values with a header.")
-def query(sql: str | None, roots: tuple[Path, ...], form: str | None) -> None:
-    """Run one read-only SQL statement over the manifests; without SQL, list the tables and named queries.
+@click.option("--json", "as_json", is_flag=True, help="JSON array of objects.")
+@click.option("--csv", "as_csv", is_flag=True, help="Comma-separated values with a header.")
+def query(sql: str | None, roots: tuple[Path, ...], as_json: bool, as_csv: bool) -> None:
+    """Run one read-only SQL statement over the manifests, or a table or named query by its name; alone, list both.
 
     \b
-    dflash query "SELECT * FROM acceptance"
+    dflash query acceptance
+    dflash query "SELECT * FROM acceptance WHERE name = 'gsm8k'"
     dflash query "SELECT reason, count(*) FROM skips GROUP BY 1" --json
     """
-    from manifests.query import named_queries, require_folders, run_sql
+    from manifests.folders import require_folders
+    from manifests.query import ask, named_queries
     from manifests.records import KINDS, columns_of
+    from manifests.tables import FOLDERS
 
     if not sql:
         for kind in KINDS:
             tell(f"{kind}({', '.join(columns_of(kind))})")
+        tell(f"folders({', '.join(FOLDERS)})")
         for name, text in named_queries().items():
             tell(f"{name}: {text.splitlines()[0].removeprefix('-- ')}")
         return
+    if as_json and as_csv:
+        raise ConfigRefused("--json and --csv exclude each other; give one of them")
+    form = "json" if as_json else "csv" if as_csv else None
     folders = roots or (Path("runs"),)
     require_folders(folders)
-    if sql.strip() in {*KINDS, *named_queries()}:
+    if sql.strip() in {*KINDS, "folders", *named_queries()}:
         sql = f"SELECT * FROM {sql.strip()}"
-    names, rows = run_sql(folders, sql)
-    tell(render(names, rows, form).removesuffix("\n"))
+    elif sql.strip().isidentifier():
+        raise ConfigRefused(
+            f"the query was refused: no table or named query is {sql.strip()}; `dflash query` lists them"
+        )
+    tell(render(ask(folders, sql), form).removesuffix("\n"))
 
 
-def render(names: list[str], rows: list[tuple[Any, ...]], form: str | None) -> str:
-    """Rows as an aligned table, JSON objects or CSV."""
+def render(answer: Answer, form: str | None) -> str:
+    """An answer as an aligned table, JSON objects or CSV."""
+    names, rows = answer.names, answer.rows
     if form == "json":
-        return json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2, default=str) + "\n"
+        readers = [_from_json if kind == "JSON" else _for_json for kind in answer.types]
+        objects = [{name: read(value) for name, read, value in zip(names, readers, row, strict=True)} for row in rows]
+        return json.dumps(objects, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     if form == "csv":
         buffer = io.StringIO()
         csv.writer(buffer, lineterminator="\n").writerows([names, *rows])
         return buffer.getvalue()
-    cells = [names, *[[_plain(value) for value in row] for row in rows]]
+    cells = [[_plain(value) for value in row] for row in (names, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
@@ -93,8 +111,24 @@ def render(names: list[str], rows: list[tuple[Any, ...]], form: str | None) -> s
 
 
 def _plain(value: Any) -> str:
+    """A cell of the table; what would break its lines, or drive a terminal, is written out."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int):
-        return str(value)
+        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))
     return f"{value:,}"
+
+
+def _from_json(value: Any) -> Any:
+    return None if value is None else json.loads(value)
+
+
+def _for_json(value: Any) -> Any:
+    """A DuckDB value as JSON knows it: dates and decimals as text, NaN and infinity as null."""
+    if isinstance(value, dict):
+        return {str(key): _for_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_for_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,108 +1,116 @@
 """One read-only DuckDB connection over the manifests of all run folders below some roots.
 
-Records are loaded into memory, then the connection is locked: user SQL can neither write, nor load extensions,
-nor read files. A convenience barrier for careful people, as DuckDB's own security page says, not a tenant wall.
+Records are loaded into memory (manifests/tables.py), then the connection is locked: user SQL can neither write, nor
+load extensions, nor read files. A convenience barrier for careful people, as DuckDB's own security page says, not a
+tenant wall.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from manifests.commit import files_of
+from manifests import tables
+from manifests.folders import run_folders
 from manifests.records import KINDS, columns_of
-from shared.errors import ConfigRefused, DataMissing
-from shared.progress import say
+from shared.errors import ConfigRefused
 
 
-def run_folders(roots: Iterable[Path]) -> list[Path]:
-    """Every folder at or below the roots that has a manifest; stores and runs alike. Missing roots give nothing."""
-    found: set[Path] = set()
-    for root in roots:
-        if os.path.isdir(root):  # noqa: PTH112 - False, not an error, where we may not look
-            found.update(_walk(root, depth=4))
-    return sorted(found)
+def connect(roots: Sequence[Path], sql: str) -> Any:
+    """A locked in-memory connection with a table per kind, a view per named query, and the records that `sql` needs.
 
-
-def _walk(folder: Path, depth: int) -> list[Path]:
-    if os.path.isdir(folder / "manifest"):  # noqa: PTH112 - as above
-        nested = [] if folder.suffix == ".zarr" else _below(folder, depth)
-        return [folder, *nested]
-    return _below(folder, depth)
-
-
-def _below(folder: Path, depth: int) -> list[Path]:
-    # `blocks` holds arrays only and may have millions of entries: never walked.
-    skip = {"blocks", "manifest", "checkpoints", "logs", "target"}
-    if depth == 0:
-        return []
-    try:
-        entries = list(os.scandir(folder))
-    except OSError as error:
-        say(f"passed over {folder}: {error.strerror}")
-        return []
-    children = [entry for entry in entries if entry.name not in skip and not entry.name.startswith(".")]
-    folders = [Path(entry.path) for entry in children if entry.is_dir(follow_symlinks=False)]
-    return [found for child in folders for found in _walk(child, depth - 1)]
-
-
-def connect(roots: Sequence[Path]) -> Any:
-    """An in-memory connection with one table per kind (see manifests/records.py), filled and locked."""
+    All tables exist, also those that stay empty: a query of the runs must not parse a million documents. Raises
+    ConfigRefused unless `sql` is one SELECT.
+    """
     import duckdb
 
-    connection = duckdb.connect(
-        ":memory:", config={"autoload_known_extensions": False, "autoinstall_known_extensions": False}
-    )
+    # Without extensions a statement reaches no other machine.
+    closed: dict[str, Any] = {"autoload_known_extensions": False, "autoinstall_known_extensions": False}
+    connection = duckdb.connect(":memory:", config=closed)
+    _require_reading(connection, sql)
+    uses = {name: _tables_of(connection, text) for name, text in named_queries().items()}
+    wanted = _closure(_tables_of(connection, sql), uses)
     folders = run_folders(roots)
     for kind in KINDS:
-        _load(connection, kind, folders)
-    for name, statement in named_queries().items():
-        connection.execute(f'CREATE VIEW "{name}" AS {statement}')
-    connection.execute("SET python_enable_replacements = false")
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
+        tables.create(connection, kind, columns_of(kind))
+        if kind in wanted:
+            tables.load(connection, kind, folders)
+    tables.create(connection, "folders", tables.FOLDERS)
+    if "folders" in wanted:
+        tables.load_folders(connection, folders)
+    for name in _in_order(uses):
+        connection.execute(f'CREATE VIEW "{name}" AS {named_queries()[name]}')
+    for option, value in _LOCKS.items():
+        connection.execute(f"SET {option} = {value}")
+    # Writing inside a SELECT (`WITH x AS (DELETE ...)`, DuckDB 2) stops here.
+    connection.execute("BEGIN TRANSACTION READ ONLY")
     return connection
 
 
-def _load(connection: Any, kind: str, folders: Sequence[Path]) -> None:
-    columns = columns_of(kind)
-    definition = ", ".join(f'"{name}" {sql}' for name, sql in columns.items())
-    connection.execute(f"CREATE TABLE {kind} ({definition})")
-    fields = ", ".join(_field(name, sql) for name, sql in columns.items() if name != "folder")
-    for folder in folders:
-        for path in files_of(folder, kind):
-            if not os.access(path, os.R_OK):
-                say(f"passed over {path}: no permission to read it")
-                continue
-            # Lines first, JSON second: a torn last line must cost that line, not the query.
-            connection.execute(
-                f"INSERT INTO {kind} SELECT ?, {fields} FROM read_csv(?, {_LINES}) "
-                "WHERE json_valid(line) AND json_type(line) = 'OBJECT'",
-                [str(folder), _literal(path)],
-            )
+_LOCKS = {
+    "temp_directory": "''",  # what does not fit in memory is an error, not a file in the working folder
+    "python_enable_replacements": "false",
+    "enable_external_access": "false",
+    "lock_configuration": "true",
+}
 
 
-# Each line is one text: \x01 never occurs in JSON, so nothing is split, quoted or guessed.
-_LINES = (
-    "columns = {'line': 'VARCHAR'}, header = false, delim = '\x01', quote = '', escape = '', auto_detect = false, "
-    "new_line = '\\n', max_line_size = 16777216"
-)
+def _require_reading(connection: Any, sql: str) -> None:
+    """Raise ConfigRefused unless the text is one SELECT (FROM, VALUES, SHOW and DESCRIBE are of its kind)."""
+    try:
+        kinds = [str(statement.type).rpartition(".")[2] for statement in connection.extract_statements(sql)]
+    except ValueError:  # a statement so new that DuckDB's Python side has no name for it
+        kinds = ["another"]
+    if kinds != ["SELECT"]:
+        raise ConfigRefused(
+            f"the query was refused: one SELECT is allowed, not {' and '.join(kinds) or 'nothing'}; "
+            "manifests are read-only"
+        )
 
 
-def _literal(path: Path) -> str:
-    # A path with glob characters is read literally: `[` opens a set in DuckDB's globs, as in fnmatch.
-    return "".join(f"[{char}]" if char in "*?[" else char for char in str(path))
+def _tables_of(connection: Any, sql: str) -> set[str]:
+    """Names in the places of tables, by DuckDB's own parser; every kind where names may be computed or hidden."""
+    (text,) = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchone()
+    tree = json.loads(text)
+    found = {value.lower() for key, value in _strings(tree) if key == "table_name"}
+    called = {value.lower() for key, value in _strings(tree) if key == "function_name"}
+    return set(KINDS) | {"folders"} if tree.get("error") or called & _BY_NAME else found
 
 
-def _field(name: str, sql: str) -> str:
-    if sql == "JSON":
-        return f"line -> '$.{name}'"
-    return f"CAST(line ->> '$.{name}' AS {sql})"
+# Functions that take a table's name, or a whole query, as a value.
+_BY_NAME = {"query", "query_table", "json_execute_serialized_sql"}
 
 
+def _strings(tree: Any) -> Iterator[tuple[str, str]]:
+    for key, value in tree.items() if isinstance(tree, dict) else (("", item) for item in tree):
+        if isinstance(value, str):
+            yield key, value
+        elif isinstance(value, dict | list):
+            yield from _strings(value)
+
+
+def _closure(names: set[str], uses: Mapping[str, set[str]]) -> set[str]:
+    """`names` and all that they use, at any depth."""
+    more = names.union(*(uses.get(name, set()) for name in names))
+    return names if more == names else _closure(more, uses)
+
+
+def _in_order(uses: Mapping[str, set[str]]) -> list[str]:
+    """Named queries, each after those that it uses."""
+    ordered: list[str] = []
+    while len(ordered) < len(uses):
+        ready = [name for name in uses if name not in ordered and not (uses[name] & uses.keys()) - set(ordered)]
+        assert ready, f"named queries use each other in a circle: {uses}"
+        ordered += ready
+    return ordered
+
+
+@cache
 def named_queries() -> dict[str, str]:
     """The documented queries of manifests/queries, by name; each is also a view of that name."""
     folder = resources.files("manifests") / "queries"
@@ -110,31 +118,29 @@ def named_queries() -> dict[str, str]:
     return {item.name.removesuffix(".sql"): item.read_text(encoding="utf-8").strip().rstrip(";") for item in found}
 
 
-def run_sql(roots: Sequence[Path], sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Column names and rows of one statement. Raises ConfigRefused with DuckDB's own sentence for bad or barred SQL."""
+@dataclass(frozen=True)
+class Answer:
+    """Column names, their DuckDB types, and rows."""
+
+    names: list[str]
+    types: list[str]
+    rows: list[tuple[Any, ...]]
+
+
+def ask(roots: Sequence[Path], sql: str) -> Answer:
+    """The answer to one SELECT. Raises ConfigRefused with DuckDB's own sentence for bad or barred SQL."""
     import duckdb
 
-    connection = connect(roots)
     try:
-        _require_reading(connection, sql)
-        cursor = connection.execute(sql)
-        return [item[0] for item in cursor.description or []], cursor.fetchall()
+        with connect(roots, sql) as connection:
+            cursor = connection.execute(sql)
+            names, types = zip(*((item[0], str(item[1])) for item in cursor.description), strict=True)
+            return Answer(list(names), list(types), cursor.fetchall())
     except duckdb.Error as error:
         raise ConfigRefused(f"the query was refused: {str(error).splitlines()[0]}") from error
-    finally:
-        connection.close()
 
 
-def _require_reading(connection: Any, sql: str) -> None:
-    kinds = [str(statement.type).rpartition(".")[2] for statement in connection.extract_statements(sql)]
-    if len(kinds) != 1 or kinds[0] not in ("SELECT", "EXPLAIN"):
-        raise ConfigRefused(
-            f"the query was refused: one SELECT is allowed, not {kinds or 'nothing'}; manifests are read-only"
-        )
-
-
-def require_folders(roots: Sequence[Path]) -> None:
-    """Say so when a given root does not exist at all, instead of showing an empty table."""
-    missing = [str(root) for root in roots if not root.exists()]
-    if missing:
-        raise DataMissing(f"no such folder: {', '.join(missing)}; pass the folder that holds your runs and stores")
+def run_sql(roots: Sequence[Path], sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Column names and rows of `ask`."""
+    answer = ask(roots, sql)
+    return answer.names, answer.rows

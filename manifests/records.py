@@ -1,7 +1,7 @@
 """The kinds of records and their columns, declared once: writers fill them, DuckDB views are made from them.
 
-Every record also carries `time` (seconds since 1970) and `writer` (who appended it). Extra facts go into
-`detail`, a JSON object, so that a new fact never changes a column.
+Every record also carries `time` (seconds since 1970) and `writer` (who appended it), every line a checksum
+(manifests/lines.py). Extra facts go into `detail`, a JSON object, so that a new fact never changes a column.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ class EventRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentRecord:
-    """One prepared row."""
+    """One document stored in a block, appended before the block's ShardRecord: it counts only if that one came.
+
+    The view `stored_documents` says which do. `topk_mass` is the teacher's probability that the stored top k hold,
+    mean over the document's tokens; `token_sha` the first 16 hex digits of a sha256 over ids and loss mask; `seal`
+    that of the block, so that what an earlier attempt left is told apart.
+    """
 
     document_index: int
     doc_id: str
@@ -45,6 +50,10 @@ class DocumentRecord:
     n_supervised: int
     split: str
     truncated: bool = False
+    block: int = -1
+    topk_mass: float | None = None
+    token_sha: str = ""
+    seal: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
 
 
@@ -61,7 +70,10 @@ class SkipRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """One block of a store that is complete: the only proof that it is."""
+    """One block of a store that is complete: the only proof that it is. A later one with state withdrawn revokes it.
+
+    `seal` vouches for every byte of the block (shared/seal.py).
+    """
 
     block: int
     rank: int
@@ -69,6 +81,8 @@ class ShardRecord:
     tokens: int
     bytes: int
     seconds: float
+    seal: str
+    state: str = "done"
     detail: dict[str, Any] = field(default_factory=dict)
 
 

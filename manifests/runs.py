@@ -1,7 +1,7 @@
 """A command's life on a folder, as records: started before the work, and an ending whatever happens short of a kill.
 
-Used by prepare, extract, train, eval and export around their work. A folder whose newest record says "started"
-while nobody holds it was lost: `dflash status` says so.
+Used by prepare, extract, train, eval, export, store merge and store subset around their work. A folder whose newest
+record says "started" while nobody holds it was lost: `dflash status` says so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from manifests.commit import Ledger, read
+from manifests.commit import Ledger, read, settle
 from manifests.records import RunRecord
 from shared import provenance
 from shared.atomic import owned
@@ -29,6 +29,9 @@ from shared.errors import (
 )
 from shared.stop import StopRequest, shielded
 
+# Commands that have a folder for themselves.
+_MAKERS = frozenset({"prepare", "extract", "train", "store merge", "store subset"})
+
 
 @contextmanager
 def recorded(folder: Path, command: str, config: dict[str, Any]) -> Iterator[str]:
@@ -41,7 +44,8 @@ def recorded(folder: Path, command: str, config: dict[str, Any]) -> Iterator[str
     require_kind(folder, command)
     with owned(owned_part(folder, command)):
         run_id = uuid.uuid4().hex[:12]
-        ledger = Ledger(folder, f"{command}-{run_id}")
+        settle(folder)
+        ledger = Ledger(folder, f"{command.replace(' ', '-')}-{run_id}")
         detail = {"config": config, "provenance": provenance.collect()}
         try:
             ledger.append(RunRecord(run_id=run_id, command=command, state="started", detail=detail))
@@ -90,7 +94,7 @@ def require_kind(folder: Path, command: str) -> None:
 
     Rows, stores and runs have a folder each; eval and export write into the folder of their run or one of their own.
     """
-    theirs = {"prepare", "extract", "train"} - ({"train"} if command in ("eval", "export") else {command})
+    theirs = _MAKERS - ({"train"} if command in ("eval", "export") else {command})
     for record in read(folder, "runs"):
         if record["command"] in theirs:
             raise ConfigRefused(

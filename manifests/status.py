@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manifests.commit import latest, read
-from manifests.query import run_folders
+from manifests.blocks import recorded_blocks
+from manifests.commit import damaged_lines, latest, read
+from manifests.folders import kind_of_folder, planned_or_none, run_folders
 from manifests.runs import is_owned, owned_part, without_refused
 from shared.json_file import read_if_whole
 from shared.progress import combine, line
@@ -51,7 +52,7 @@ def status_of(folder: Path) -> FolderStatus:
     state, message = verdict(last, is_owned(owned_part(folder, str(last["command"]))))
     if state == "running":
         message = _progress_line(folder, str(last["command"])) or message
-    return FolderStatus(str(folder), _kind(folder), last["command"], state, message, _holds(folder))
+    return FolderStatus(str(folder), kind_of_folder(folder), last["command"], state, message, _holds(folder))
 
 
 def verdict(last: dict[str, Any], owned: bool) -> tuple[str, str]:
@@ -66,13 +67,6 @@ def verdict(last: dict[str, Any], owned: bool) -> tuple[str, str]:
     )
 
 
-def _kind(folder: Path) -> str:
-    for name, kind in (("store.json", "store"), ("prepare.json", "rows"), ("run.json", "run")):
-        if (folder / name).exists():
-            return kind
-    return "folder"
-
-
 def _progress_line(folder: Path, command: str) -> str:
     paths = sorted((folder / "progress").glob(f"{command}-*.json"))
     states = [state for path in paths if (state := read_if_whole(path)) is not None]
@@ -82,21 +76,22 @@ def _progress_line(folder: Path, command: str) -> str:
 
 def _holds(folder: Path) -> dict[str, Any]:
     holds: dict[str, Any] = {}
-    if shards := latest(read(folder, "shards"), "block"):
-        plan = _plan_blocks(folder)
-        holds["blocks"] = f"{len(shards)}/{plan}" if plan else len(shards)
-        holds["documents"] = sum(record["documents"] for record in shards.values())
-        holds["tokens"] = sum(record["tokens"] for record in shards.values())
-        holds["bytes"] = sum(record["bytes"] for record in shards.values())
+    planned, blocks = planned_or_none(folder), recorded_blocks(folder)
+    if planned or blocks:
+        holds["blocks"] = f"{len(blocks)}/{planned}" if planned else len(blocks)
+        for name in ("documents", "tokens", "bytes"):
+            holds[name] = sum(record[name] for record in blocks.values())
     if skips := read(folder, "skips"):
-        holds["skipped"] = len(skips)
+        holds["skipped"] = len({(r["source"], r["line"], r["doc_id"], r["reason"]) for r in skips})
     if checkpoints := read(folder, "checkpoints"):
         holds["checkpoint"] = checkpoints[-1]["global_step"]
     if evaluations := latest(read(folder, "evaluations"), "name"):
         holds["acceptance_length"] = {name: round(r["acceptance_length"], 3) for name, r in evaluations.items()}
+    if damaged := [line for kind in _SHOWN_KINDS for line in damaged_lines(folder, kind)]:
+        first = damaged[0]
+        holds["damaged_record_lines"] = f"{len(damaged)}, first line {first.line_number} of {first.path}"
     return holds
 
 
-def _plan_blocks(folder: Path) -> int | None:
-    blocks = (read_if_whole(folder / "plan.json") or {}).get("blocks")
-    return len(blocks) if isinstance(blocks, list) else None
+# The kinds that are read here; documents may be millions of lines.
+_SHOWN_KINDS = ("runs", "shards", "skips", "checkpoints", "evaluations")

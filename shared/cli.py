@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import click
 
@@ -21,36 +22,42 @@ from shared.stop import StopRequest, ignore_stop, install_stop
 # name: (module, function, one line for `dflash --help`). The line is repeated here so that help imports nothing.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "prepare": ("stage1_extract.cli", "prepare", "Conversations to tokenised rows with a loss mask."),
+    "plan": ("stage1_extract.cli_plan", "plan", "Bytes, files and hours of a store before it is made."),
     "extract": ("stage1_extract.cli", "extract", "Run the target once and store its features (stage 1)."),
     "train": ("stage2_train.cli", "train", "Train the drafter from a store (stage 2)."),
     "eval": ("stage2_train.cli_eval", "evaluate", "Acceptance length by lossless speculative decoding."),
     "export": ("stage2_train.cli_eval", "export", "Write the Hugging Face folder that serving engines read."),
     "status": ("manifests.cli", "status", "What ran, what runs, what is there."),
     "query": ("manifests.cli", "query", "SQL over the manifests (read-only)."),
+    "store": ("manifests.store_cli", "store", "Check, describe, clean and compare teacher stores."),
     "demo": ("manifests.demo", "demo", "The whole path on the bundled target, in minutes on a CPU."),
 }
 
 
-class _LazyGroup(click.Group):
-    """Looks commands up in COMMANDS and imports a module only when its command is used."""
+class LazyGroup(click.Group):
+    """Looks commands up in a table like COMMANDS and imports a module only when its command is used."""
+
+    def __init__(self, *arguments: Any, table: Mapping[str, tuple[str, str, str]], **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self.table:
             return None
-        module, function, _ = COMMANDS[cmd_name]
+        module, function, _ = self.table[cmd_name]
         command = getattr(importlib.import_module(module), function)
         assert isinstance(command, click.Command), f"{module}:{function} is not a click command"
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+            formatter.write_dl([(name, line) for name, (_, _, line) in self.table.items()])
 
 
-@click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=LazyGroup, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dflash-offline", prog_name="dflash")
 def cli() -> None:
     """Train a DFlash drafter for your own LLM: extract once, train from disk, measure by decoding.

@@ -36,6 +36,12 @@ def knob(default: Any = MISSING, *, help: str, argument: bool = False, short: st
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def same_knob(config_class: type, name: str) -> Any:
+    """A field with the default and help text of another config's knob, for a command that takes the same option."""
+    field = next(field for field in dataclasses.fields(config_class) if field.name == name)
+    return knob(field.default, help=field.metadata["help"])
+
+
 class _CommaSeparated(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic since click 8.5
     """`1,9,17` to a tuple of the item type."""
 
@@ -51,12 +57,18 @@ class _CommaSeparated(click.ParamType):  # type: ignore[type-arg, unused-ignore]
             self.fail(f"{value!r} is not a comma-separated list of {self.item.__name__}", param, ctx)
 
 
-class _FilePath(click.Path):
-    """A path; an empty one (an unset shell variable) would silently mean the working folder."""
+class FilePath(click.Path):
+    """A path on a disk.
+
+    An empty one (an unset shell variable) would silently mean the working folder, and a bucket's address a folder "s3:"
+    in it.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("the path is empty", param, ctx)
+        if re.match(r"(s3|gs):/", str(value)):
+            self.fail(f"{value} is in a bucket, a folder is needed; `dflash store push` and `pull` copy", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -75,7 +87,7 @@ def _click_type(hint: Any) -> Any:
     if get_origin(hint) is tuple:
         return _CommaSeparated(get_args(hint)[0])
     if hint is Path:
-        return _FilePath(path_type=Path, readable=False)  # what cannot be read is said by who reads it, with its code
+        return FilePath(path_type=Path, readable=False)  # what cannot be read is said by who reads it, with its code
     return hint
 
 
@@ -145,7 +157,7 @@ def _refuse_impossible(name: str, value: Any) -> None:
         raise ConfigRefused(f"--seed is {value}; it must lie in 0..2^63-1")
     if name == "device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise ConfigRefused(f"--device is {value!r}; it must be auto, cpu, cuda or cuda:N")
-    if value == "":
+    if isinstance(value, str) and not value.strip():
         raise ConfigRefused(f"{option} is empty; give it a value or leave it out")
 
 

@@ -3,7 +3,7 @@
     DflashError
     ├── DataError            10-17  what was read
     ├── TargetError          20-26  the model to be drafted for
-    ├── StoreError           30-33  the teacher store
+    ├── StoreError           30-35  the teacher store, where it lies
     ├── RunError             40-44  folders, disks, configuration
     ├── ProcessError         50-53  workers and numbers
     ├── CheckpointMismatch   60, ExportMismatch 61, NotLossless 62
@@ -146,6 +146,18 @@ class StoreIncomplete(StoreError):
     """Some planned blocks are not there yet."""
 
     exit_code = 33
+
+
+class StorageRefused(StoreError):
+    """Object storage did not let us in, did not answer, or answered with an error of its own."""
+
+    exit_code = 34
+
+
+class StoresDiffer(StoreError):
+    """Two stores that were compared are not the same; what differs was printed."""
+
+    exit_code = 35
 
 
 class RunError(DflashError):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from shared.atomic import disk_faults, free_bytes
+from shared.atomic import disk_faults, free_bytes, held_locks, remove_partials
 from shared.errors import DiskFull, Interrupted, PathNotWritable, WorkerFailed, error_classes
 from shared.json_file import read_if_whole
 from shared.progress import Display, combine, progress_path
@@ -50,6 +50,7 @@ def run_workers(spec: LaunchSpec) -> None:
     with disk_faults(spec.run_dir):
         for folder in ("logs", "workers", "progress"):
             (spec.run_dir / folder).mkdir(parents=True, exist_ok=True)
+            remove_partials(spec.run_dir / folder)
     for rank in range(spec.num_workers):
         ending_path(spec.run_dir, spec.role, rank).unlink(missing_ok=True)
         progress_path(spec.run_dir, spec.role, rank).unlink(missing_ok=True)
@@ -101,6 +102,7 @@ def _spawn(spec: LaunchSpec, rank: int, environment: dict[str, str]) -> subproce
             stdout=log,
             stderr=log,
             start_new_session=True,
+            pass_fds=held_locks(),
         )
 
 

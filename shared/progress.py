@@ -57,10 +57,16 @@ class Reporter:
             "time": now,
             "numbers": numbers,
         }
-        temporary = self.path.with_suffix(f".{os.getpid()}.partial")
-        with suppress(OSError):  # on a full disk the work itself must say so, not its view
+        temporary = self.path.with_name(f".{self.path.stem}.{os.getpid()}.partial")
+        try:
             temporary.write_text(json.dumps(state))
             temporary.replace(self.path)
+        except OSError:  # a full disk: the work itself must say so, its view does what it can without a new page
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            with suppress(OSError), self.path.open("r+") as file:
+                file.write(json.dumps(state))
+                file.truncate()
 
 
 def progress_path(run_dir: Path, role: str, rank: int) -> Path:

@@ -59,6 +59,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def distribution_version() -> str:
+    """Our own version, which a store's identity holds; "unknown" when run from a folder that was never installed."""
+    return versions().get("dflash-offline", "unknown")
+
+
 def _user() -> str:
     try:
         return getpass.getuser()

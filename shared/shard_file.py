@@ -1,94 +1,146 @@
-"""Zarr v3 shard files written and read directly: one write and one read per run of rows, checksums on.
+"""Zarr v3 shard files written and read directly: rows go from the file into place in one call, checksums on.
 
 For the one codec chain we store, `sharding_indexed{bytes(little), crc32c}` with the index at the end, a shard is
 plain rows with 4 checksum bytes after every inner chunk. zarr-python reads these files and writes the same bytes
 (a test compares them), at a fraction of the speed: it copies each chunk several times. Only the first axis is
-chunked. Called by shared/store.py.
+chunked. Called by shared/store.py, store_write.py and store_check.py.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import google_crc32c
 import numpy as np
 
+from shared.checksum import crc32c
+from shared.early_writeback import start_writing
 from shared.errors import StoreDamaged
+from shared.store_files import ShortFile, StoreFiles
+from shared.store_layout import ARRAYS, chunks_of
 
 Array = np.ndarray[Any, Any]
 CRC_BYTES = 4
+# Read so much, then check it: it is still in the processor's second cache.
+_PIECE_BYTES = 1 << 19
+_MAX_CHUNKS = 512
+# The disk begins with what is written while the rest is still being checked and copied.
+_STARTED_BYTES = 4 << 20
 ABSENT = 2**64 - 1
-
-
-def crc32c(data: Array) -> int:
-    """CRC-32C of a contiguous array's bytes."""
-    return int(google_crc32c.value(data.reshape(-1).view(np.uint8)))
 
 
 @dataclass(frozen=True)
 class ShardGrid:
     """How the rows of one array lie in its shard files."""
 
-    folder: Path
-    """The array's folder (the one with zarr.json)."""
+    name: str
+    """The array's folder (the one with zarr.json), relative to the store."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     chunk_rows: int
     shard_rows: int
     fill: float
 
-    @property
+    @classmethod
+    def of(cls, folder: str, array: str, shape: Sequence[int]) -> ShardGrid:
+        """The grid that the layout gives an array of this shape in a block's folder."""
+        layout, rows = ARRAYS[array], tuple(int(size) for size in shape)
+        chunk, shard = chunks_of(array, rows)
+        return cls(f"{folder}/{array}", np.dtype(layout.dtype), rows, chunk[0], shard[0], layout.fill)
+
+    @functools.cached_property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of one row."""
         return self.shape[1:]
 
-    @property
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @functools.cached_property
     def chunk_bytes(self) -> int:
         """Bytes of one inner chunk without its checksum."""
-        return self.chunk_rows * int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize
+        return self.chunk_rows * self.row_bytes
 
-    def path(self, shard: int) -> Path:
-        """The file of one shard: c/<shard>/0/0... ."""
-        return self.folder.joinpath("c", str(shard), *("0" for _ in self.row_shape))
+    @functools.cached_property
+    def step(self) -> int:
+        """Bytes from one inner chunk to the next."""
+        return self.chunk_bytes + CRC_BYTES
+
+    def file(self, shard: int) -> str:
+        """The file of one shard, relative to the store: <array>/c/<shard>/0/0... ."""
+        return "/".join([self.name, "c", str(shard), *("0" for _ in self.row_shape)])
 
     def num_shards(self) -> int:
         """Shard files of the whole array."""
         return -(-self.shape[0] // self.shard_rows)
+
+    def num_chunks(self) -> int:
+        """Inner chunks of the whole array."""
+        return -(-self.shape[0] // self.chunk_rows)
 
     def chunks_in(self, shard: int) -> int:
         """Inner chunks of a shard that hold at least one row of the array."""
         rows = min(self.shard_rows, self.shape[0] - shard * self.shard_rows)
         return -(-rows // self.chunk_rows)
 
+    def index_of(self, shard: int) -> bytes:
+        """The shard's index as it must stand at the end of the file: offsets and sizes in order, checksum."""
+        chunks = self.chunks_in(shard)
+        index = np.full((self.shard_rows // self.chunk_rows, 2), ABSENT, dtype="<u8")
+        index[:chunks, 0] = np.arange(chunks, dtype=np.uint64) * np.uint64(self.step)
+        index[:chunks, 1] = self.step
+        data = index.tobytes()
+        return data + crc32c(data).to_bytes(CRC_BYTES, "little")
 
-def write_shards(grid: ShardGrid, values: Array) -> None:
-    """Write every shard file of an array; the last chunk is padded with the fill value as zarr-python pads it."""
-    values = np.ascontiguousarray(values, dtype=grid.dtype)
-    for shard in range(grid.num_shards()):
-        path = grid.path(shard)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        first = shard * grid.shard_rows
-        index = np.full((grid.shard_rows // grid.chunk_rows, 2), ABSENT, dtype="<u8")
-        with path.open("wb", buffering=0) as file:
-            for chunk in range(grid.chunks_in(shard)):
-                start = first + chunk * grid.chunk_rows
-                rows = _padded(values[start : start + grid.chunk_rows], grid)
-                index[chunk] = (chunk * (grid.chunk_bytes + CRC_BYTES), grid.chunk_bytes + CRC_BYTES)
-                _write_all(
-                    file.fileno(), [rows.reshape(-1).view(np.uint8).data, crc32c(rows).to_bytes(CRC_BYTES, "little")]
-                )
-            _write_all(file.fileno(), [index.tobytes(), crc32c(index).to_bytes(CRC_BYTES, "little")])
+    def file_bytes(self, shard: int) -> int:
+        """Size of a shard file."""
+        return self.chunks_in(shard) * self.step + self.shard_rows // self.chunk_rows * 16 + CRC_BYTES
 
 
-def _padded(rows: Array, grid: ShardGrid) -> Array:
-    if len(rows) == grid.chunk_rows:
-        return rows
-    whole = np.full((grid.chunk_rows, *grid.row_shape), grid.fill, dtype=grid.dtype)
-    whole[: len(rows)] = rows
-    return whole
+def write_shard(root: Path, grid: ShardGrid, shard: int, values: Array) -> Array:
+    """Write one shard file of an array, not yet fsynced; returns the checksums of its inner chunks, uint32.
+
+    `values` is the whole array, contiguous. The last chunk is padded with the fill value as zarr-python pads it.
+    """
+    path = root / grid.file(shard)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first = shard * grid.shard_rows
+    sums = np.empty(grid.chunks_in(shard), "<u4")
+    tails = sums.view(np.uint8).reshape(-1, CRC_BYTES)
+    step = min(_MAX_CHUNKS, max(1, _PIECE_BYTES // grid.chunk_bytes))
+    with path.open("xb", buffering=0) as file:
+        started = written = 0
+        for done in range(0, len(sums), step):
+            start = first + done * grid.chunk_rows
+            chunks = _chunks(values[start : start + min(step, len(sums) - done) * grid.chunk_rows], grid)
+            end = done + len(chunks)
+            sums[done:end] = [crc32c(chunk) for chunk in chunks]
+            _write_all(file.fileno(), [part for pair in zip(chunks, tails[done:end], strict=True) for part in pair])
+            written += len(chunks) * grid.step
+            if written - started >= _STARTED_BYTES:
+                start_writing(file.fileno(), started, written - started)
+                started = written
+        _write_all(file.fileno(), [grid.index_of(shard)])
+    return sums
+
+
+def _chunks(rows: Array, grid: ShardGrid) -> list[Array]:
+    """The bytes of each chunk of these rows, the last one padded if need be."""
+    whole = len(rows) // grid.chunk_rows
+    flat = rows[: whole * grid.chunk_rows].reshape(-1).view(np.uint8)
+    chunks = list(flat.reshape(whole, grid.chunk_bytes))
+    if len(rows) > whole * grid.chunk_rows:
+        last = np.full((grid.chunk_rows, *grid.row_shape), grid.fill, dtype=grid.dtype)
+        last[: len(rows) - whole * grid.chunk_rows] = rows[whole * grid.chunk_rows :]
+        chunks.append(last.reshape(-1).view(np.uint8))
+    return chunks
 
 
 def _write_all(descriptor: int, parts: list[Any]) -> None:
@@ -102,73 +154,112 @@ def _write_all(descriptor: int, parts: list[Any]) -> None:
             views[0] = views[0][written:]
 
 
-def read_index(grid: ShardGrid, shard: int) -> Array:
-    """The (offset, bytes) table of a shard, checked. Raises StoreDamaged naming the file and what is wrong."""
-    path = grid.path(shard)
-    slots = grid.shard_rows // grid.chunk_rows
-    size = slots * 16 + CRC_BYTES
-    chunks = grid.chunks_in(shard)
-    expected = chunks * (grid.chunk_bytes + CRC_BYTES) + size
+def check_index(files: StoreFiles, grid: ShardGrid, shard: int) -> None:
+    """Raise StoreDamaged, naming the file, unless a shard file has its size and its index."""
+    name, expected, size = grid.file(shard), grid.index_of(shard), grid.file_bytes(shard)
     try:
-        with path.open("rb") as file:
-            actual = os.fstat(file.fileno()).st_size
-            if actual != expected:
-                raise StoreDamaged(f"{path} has {actual:,} bytes, {expected:,} expected")
-            data = os.pread(file.fileno(), size, actual - size)
+        actual = files.size(name)
+        if actual != size:
+            raise StoreDamaged(f"{files.show(name)} has {actual:,} bytes, {size:,} expected")
+        data = bytearray(len(expected))
+        files.read_into(name, size - len(expected), [data])
     except FileNotFoundError as error:
-        raise StoreDamaged(f"{path} is missing") from error
-    index = np.frombuffer(data[:-CRC_BYTES], dtype="<u8").reshape(slots, 2)
-    if crc32c(index) != int.from_bytes(data[-CRC_BYTES:], "little"):
-        raise StoreDamaged(f"the index of {path} fails its checksum")
-    step = grid.chunk_bytes + CRC_BYTES
-    if (
-        not np.array_equal(index[:chunks, 0], np.arange(chunks, dtype=np.uint64) * np.uint64(step))
-        or (index[:chunks, 1] != step).any()
-    ):
-        raise StoreDamaged(f"the index of {path} does not describe {chunks} chunks of {step:,} bytes in order")
-    return index
+        raise StoreDamaged(f"{files.show(name)} is missing") from error
+    except ShortFile as error:
+        raise StoreDamaged(f"{files.show(name)} {error}") from error
+    if data != expected:
+        raise StoreDamaged(
+            f"the index of {files.show(name)} is not that of {grid.chunks_in(shard)} chunks of {grid.step:,} bytes"
+        )
 
 
-def read_rows(grid: ShardGrid, start: int, stop: int, out: Array) -> None:
-    """Read rows [start, stop) into `out` (same dtype, row shape), checking the checksum of every chunk touched.
+def read_rows(files: StoreFiles, grid: ShardGrid, sums: Array, start: int, stop: int, out: Array) -> None:
+    """Read rows [start, stop) into `out` (contiguous, same dtype and row shape), checking every chunk touched.
 
-    The shards' indices must have been checked (`read_index`). Raises StoreDamaged naming file, chunk and rows.
+    A chunk must have the checksum that stands behind it and the one in `sums` (uint32 per inner chunk of the array,
+    from the block's seal): the first finds a flipped bit, the second also a chunk of another place or time. The
+    shards' indices must have been checked (`check_index`). Raises StoreDamaged naming file, chunk and rows.
     """
-    step = grid.chunk_bytes + CRC_BYTES
+    if not out.flags.c_contiguous or out.dtype != grid.dtype or out.shape != (stop - start, *grid.row_shape):
+        raise ValueError(f"rows {start}..{stop} of {grid.name} do not fit into {out.dtype}{out.shape}")
+    flat = out.reshape(-1).view(np.uint8)
     row = start
     while row < stop:
-        shard, inside = divmod(row, grid.shard_rows)
-        last = min(stop - shard * grid.shard_rows, grid.shard_rows)
-        first_chunk, last_chunk = inside // grid.chunk_rows, -(-last // grid.chunk_rows)
-        path = grid.path(shard)
-        data = np.empty((last_chunk - first_chunk, step), np.uint8)
-        _read_all(path, data, first_chunk * step)
-        stored = np.ascontiguousarray(data[:, -CRC_BYTES:]).view("<u4")[:, 0]
-        for chunk in range(len(data)):
-            if crc32c(data[chunk, :-CRC_BYTES]) != stored[chunk]:
-                rows = shard * grid.shard_rows + (first_chunk + chunk) * grid.chunk_rows
-                raise StoreDamaged(
-                    f"chunk {first_chunk + chunk} of {path} (rows {rows}..{rows + grid.chunk_rows}) fails its checksum"
-                )
-        rows_read = np.ascontiguousarray(data[:, :-CRC_BYTES]).view(grid.dtype).reshape(-1, *grid.row_shape)
-        skip = inside - first_chunk * grid.chunk_rows
-        count = last - inside
-        out[row - start : row - start + count] = rows_read[skip : skip + count]
-        row += count
+        end = min(stop, (row // grid.shard_rows + 1) * grid.shard_rows)
+        place = flat[(row - start) * grid.row_bytes : (end - start) * grid.row_bytes]
+        _read_from_shard(files, grid, sums, (row, end), place)
+        row = end
 
 
-def _read_all(path: Path, data: Array, offset: int) -> None:
-    view = data.reshape(-1).data
+def _read_from_shard(files: StoreFiles, grid: ShardGrid, sums: Array, rows: tuple[int, int], out: Array) -> None:
+    first = rows[0] // grid.chunk_rows
+    shard, inside = divmod(first, grid.shard_rows // grid.chunk_rows)
+    chunks, edges = _places(grid, rows, out)
+    stored = np.empty(len(chunks), "<u4")
+    tails = stored.view(np.uint8).reshape(-1, CRC_BYTES)
+    buffers = [part for pair in zip(chunks, tails, strict=True) for part in pair]
+    step = min(_MAX_CHUNKS, max(1, _PIECE_BYTES // grid.chunk_bytes))
+    pieces = [buffers[i : i + 2 * step] for i in range(0, len(buffers), 2 * step)]
+    name, done = grid.file(shard), 0
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        for piece in zip(pieces, files.read_pieces(name, inside * grid.step, pieces), strict=True):
+            end = done + len(piece[0]) // 2
+            actual = [crc32c(chunk) for chunk in chunks[done:end]]
+            behind, sealed = stored[done:end].tolist(), sums[first + done : first + end].tolist()
+            if not actual == behind == sealed:
+                _refuse(files, grid, first + done, (actual, behind, sealed))
+            done = end
     except FileNotFoundError as error:
-        raise StoreDamaged(f"{path} is missing") from error
-    try:
-        done = 0
-        while done < len(view):
-            got = os.preadv(descriptor, [view[done:]], offset + done)
-            if got == 0:
-                raise StoreDamaged(f"{path} ends at byte {offset + done:,}, {offset + len(view):,} expected")
-            done += got
-    finally:
-        os.close(descriptor)
+        raise StoreDamaged(f"{files.show(name)} is missing") from error
+    except ShortFile as error:
+        raise StoreDamaged(f"{files.show(name)} {error}") from error
+    for target, source in edges:
+        target[:] = source
+
+
+def _places(grid: ShardGrid, rows: tuple[int, int], out: Array) -> tuple[list[Array], list[tuple[Array, Array]]]:
+    """Where the bytes of each chunk of these rows go, in order; and what to copy afterwards, as (target, source).
+
+    A chunk of which only a part is asked for is read whole, aside: its checksum needs all of it.
+    """
+    size, row = grid.chunk_bytes, grid.row_bytes
+    chunks: list[Array] = []
+    edges: list[tuple[Array, Array]] = []
+    at, (start, stop) = 0, rows
+    while start < stop:
+        skipped = start % grid.chunk_rows * row
+        if skipped == 0 and stop - start >= grid.chunk_rows:
+            count = (stop - start) // grid.chunk_rows
+            chunks.extend(out[at : at + count * size].reshape(count, size))
+            start, at = start + count * grid.chunk_rows, at + count * size
+            continue
+        taken = min(size - skipped, (stop - start) * row)
+        aside = _scratch(len(edges), size)
+        chunks.append(aside)
+        edges.append((out[at : at + taken], aside[skipped : skipped + taken]))
+        start, at = start + taken // row, at + taken
+    return chunks, edges
+
+
+_threads = threading.local()
+
+
+def _scratch(number: int, size: int) -> Array:
+    """Memory of this thread for one chunk, kept from call to call: touching fresh memory costs as much as reading."""
+    kept: dict[int, Array] = _threads.__dict__.setdefault("kept", {})
+    if number not in kept or len(kept[number]) < size:
+        kept[number] = np.empty(size, np.uint8)
+    return kept[number][:size]
+
+
+def _refuse(files: StoreFiles, grid: ShardGrid, first: int, sums: tuple[list[int], list[int], list[int]]) -> NoReturn:
+    """Say which of the chunks from `first` on is not what was sealed: (checksum, the one behind it, the sealed one)."""
+    number = next(i for i, found in enumerate(zip(*sums, strict=True)) if len(set(found)) > 1)
+    actual, behind, sealed = (found[number] for found in sums)
+    chunk = first + number
+    reason = "fails its checksum" if actual != behind else "is not the chunk that was sealed here"
+    raise StoreDamaged(
+        f"chunk {chunk} of {files.show(grid.file(chunk * grid.chunk_rows // grid.shard_rows))} "
+        f"(rows {chunk * grid.chunk_rows}..{min((chunk + 1) * grid.chunk_rows, grid.shape[0])}) {reason}: "
+        f"{actual:08x}, behind it {behind:08x}, sealed {sealed:08x}"
+    )

@@ -71,13 +71,17 @@ def main() -> int:
             ending |= {"code": 1, "error": type(error).__name__, "message": message}
             traceback.print_exc()
     path = ending_path(run_dir, role, rank)
-    with suppress(DflashError, OSError):  # a full disk takes no ending: then the exit code alone carries the class
+    code = int(str(ending["code"]))
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, ending | {"ended": time.time()})
+    except (DflashError, OSError) as error:
+        # A full disk takes no ending: the exit code alone carries the class, and work without its ending is not done.
+        code = code or (error.exit_code if isinstance(error, DflashError) else 1)
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    return int(str(ending["code"]))
+    return code
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A thread that takes teacher outputs off the device, puts blocks together and commits them while the next batch runs.
 
-Called by stage1_extract/worker.py. A block is published first (one rename), its shard record is appended after that.
+Called by stage1_extract/worker.py. A block is published first (one rename), then the records of its documents are
+appended, its shard record last.
 """
 
 from __future__ import annotations
@@ -19,33 +20,41 @@ import numpy as np
 import torch
 
 from manifests.commit import Ledger
-from manifests.records import ShardRecord, SkipRecord
+from manifests.records import DocumentRecord, ShardRecord, SkipRecord
 from shared.errors import NonFinite
 from shared.rows import PreparedRows
-from shared.store import Arrays, write_block
-from shared.store_layout import block_dir
+from shared.store import Arrays
+from shared.store_layout import block_name
+from shared.store_write import write_block
+from stage1_extract.block_encoder import BlockEncoder, EncodedBatch, to_host
+from stage1_extract.headroom import Headroom
 from stage1_extract.teacher import TeacherOutput
 
 # Batches waiting to leave the device: the device never waits, and memory stays bounded.
 _WAITING = 2
+# What a document's record repeats of its line in the prepared data.
+_KEPT = ("doc_id", "source", "line", "n_tokens", "n_supervised", "split", "truncated")
 
 
 @dataclass(slots=True)
 class _Block:
-    """One block being put together: arrays of each document that came off the device."""
+    """One block being put together: arrays of each document that came off the device, and those of the whole block."""
 
     number: int
     started: float
     documents: dict[int, Arrays] = field(default_factory=dict)
+    whole: Arrays = field(default_factory=dict)
+    errors: list[Arrays] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
 
 
 class BlockWriter:
     """Use as a context manager; an error of the thread is raised by the next call."""
 
-    def __init__(self, store: Path, rank: int, rows: PreparedRows, *, last_hidden: bool) -> None:
-        self.store, self.rank, self.rows, self.last_hidden = store, rank, rows, last_hidden
-        self.committed: list[int] = []
+    def __init__(self, store: Path, rank: int, rows: PreparedRows, encoder: BlockEncoder, headroom: Headroom) -> None:
+        self.store, self.rank, self.rows, self.encoder, self.headroom = store, rank, rows, encoder, headroom
+        self.committed: dict[int, str] = {}
+        """Blocks that are recorded as done, with their seals."""
         self._ledger = Ledger(store, f"extract-{rank}")
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=_WAITING)
         self._error: BaseException | None = None
@@ -69,15 +78,17 @@ class BlockWriter:
 
     def begin(self, block: int) -> None:
         """The outputs that follow belong to this block."""
+        self.encoder.begin()
         self._put("begin", block)
 
     def add(self, documents: Sequence[int], output: TeacherOutput) -> None:
         """One batch: its documents' row numbers, in the output's order. Waits when two batches are waiting already."""
+        batch = self.encoder(output)
         event = None
-        if output.hidden_states.is_cuda:
+        if batch.finite.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        self._put("add", (list(documents), output, event))
+        self._put("add", (list(documents), batch, event))
 
     def end(self) -> None:
         """Commit the block."""
@@ -115,41 +126,44 @@ class BlockWriter:
         elif what == "add":
             self._take(*value)
         else:
-            self._commit()
+            assert self._block is not None
+            block, self._block = self._block, None
+            self.headroom.patiently(f"block {block.number}", lambda: self._commit(block))
 
-    def _take(self, documents: list[int], output: TeacherOutput, event: Any) -> None:
+    def _take(self, documents: list[int], batch: EncodedBatch, event: Any) -> None:
         """Copy one batch to host memory on a stream of its own, and cut it into documents."""
         assert self._block is not None
-        if event is not None:
+        if event is None:
+            host = to_host(batch)
+        else:
             if self._stream is None:
-                self._stream = torch.cuda.Stream(output.hidden_states.device)
+                self._stream = torch.cuda.Stream(batch.finite.device)
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(event)
-                arrays, finite, zero = _to_host(output, self.last_hidden)
-        else:
-            arrays, finite, zero = _to_host(output, self.last_hidden)
+                host = to_host(batch)
         start = 0
-        for document, length in zip(documents, output.lengths, strict=True):
+        for document, length in zip(documents, batch.lengths, strict=True):
             where = slice(start, start + length)
             start += length
-            if zero[where].all(axis=0).any():
-                taps = np.flatnonzero(zero[where].all(axis=0)).tolist()
+            if host.zero[where].all(axis=0).any():
+                taps = np.flatnonzero(host.zero[where].all(axis=0)).tolist()
                 raise NonFinite(
                     f"document {document}: the features of taps {taps} are all zero; a kernel of this target does not "
                     "work here (seen with hybrid attention), and a drafter trained on zeros accepts nothing"
                 )
-            if not finite[where].all():
+            if not host.finite[where].all():
                 self._block.skipped.append(document)
                 continue
             ids, mask = self.rows.document(document)
             assert len(ids) == length, f"document {document} has {len(ids)} tokens, the features are of {length}"
             self._block.documents[document] = {"input_ids": ids, "loss_mask": mask} | {
-                name: a[where] for name, a in arrays.items()
+                name: a[where] for name, a in host.per_token.items()
             }
+            self._block.errors.append({name: error[where] for name, error in host.relative_error.items()})
+            self._block.whole = host.per_block
 
-    def _commit(self) -> None:
-        assert self._block is not None
-        block, self._block = self._block, None
+    def _commit(self, block: _Block) -> None:
+        """Publish the block and record it. After a full disk it is done again from the start: only records count."""
         self._skip(block.skipped)
         if not block.documents:
             raise NonFinite(
@@ -157,14 +171,15 @@ class BlockWriter:
             )
         order = sorted(block.documents)
         parts = [block.documents[document] for document in order]
-        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} | block.whole
         lengths = [len(part["input_ids"]) for part in parts]
         splits = self.rows.splits
         arrays["document_offsets"] = np.cumsum([0, *lengths], dtype=np.int64)
         arrays["document_index"] = np.asarray(order, dtype=np.int64)
         arrays["document_split"] = np.asarray([splits[document] == "heldout" for document in order], dtype=np.uint8)
         written = _publish(self.store, block.number, arrays)
-        mass = np.exp(_from_bf16(arrays["topk_logits"]) - arrays["logsumexp"][:, None]).sum(axis=1).mean()
+        mass = np.exp(_from_bf16(arrays["topk_logits"]) - arrays["logsumexp"][:, None]).sum(axis=1)
+        self._ledger.append(*self._document_records(block.number, written["seal"], arrays, mass))
         self._ledger.append(
             ShardRecord(
                 block=block.number,
@@ -173,10 +188,31 @@ class BlockWriter:
                 tokens=written["tokens"],
                 bytes=written["bytes"],
                 seconds=time.time() - block.started,
-                detail={"files": written["files"], "skipped": len(block.skipped), "topk_mass": float(mass)},
+                seal=written["seal"],
+                detail={"files": written["files"], "skipped": len(block.skipped), "topk_mass": float(mass.mean())}
+                | self.encoder.error_detail(block.errors),
             )
         )
-        self.committed.append(block.number)
+        self.committed[block.number] = written["seal"]
+
+    def _document_records(
+        self, block: int, seal: str, arrays: Arrays, mass: np.ndarray[Any, Any]
+    ) -> list[DocumentRecord]:
+        """One record per stored document; `mass` float32 [N] is what the top k hold of each token's probability."""
+        offsets = arrays["document_offsets"]
+        means = np.add.reduceat(mass, offsets[:-1]) / np.diff(offsets)
+        lines = [self.rows.documents[index] for index in arrays["document_index"].tolist()]
+        return [
+            DocumentRecord(
+                document_index=line["index"],
+                **{name: line[name] for name in _KEPT},
+                block=block,
+                topk_mass=float(mean),
+                token_sha=line["sha"][:16],
+                seal=seal,
+            )
+            for line, mean in zip(lines, means, strict=True)
+        ]
 
     def _skip(self, documents: Sequence[int]) -> None:
         lines = [self.rows.documents[document] for document in sorted(documents)]
@@ -196,27 +232,10 @@ class BlockWriter:
 
 def _publish(store: Path, block: int, arrays: Arrays) -> dict[str, Any]:
     """Write the block; one that was published by a worker that died before its record is made again."""
-    final = block_dir(store, block)
+    final = store / block_name(block)
     if final.exists():
         shutil.rmtree(final)
     return write_block(store, block, arrays)
-
-
-def _to_host(output: TeacherOutput, last_hidden: bool) -> tuple[Arrays, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    arrays: Arrays = {
-        "hidden_states": _bits(output.hidden_states),
-        "topk_ids": output.topk_ids.cpu().numpy(),
-        "topk_logits": _bits(output.topk_logits),
-        "logsumexp": output.logsumexp.cpu().numpy(),
-    }
-    if last_hidden:
-        arrays["last_hidden_state"] = _bits(output.last_hidden_state)
-    return arrays, output.finite.cpu().numpy(), output.zero.cpu().numpy()
-
-
-def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A bf16 tensor's bit patterns as uint16 on the host."""
-    return np.asarray(tensor.contiguous().view(torch.int16).cpu().numpy()).view(np.uint16)
 
 
 def _from_bf16(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

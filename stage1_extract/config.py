@@ -1,6 +1,6 @@
 """Every knob of stage 1, declared once: default, help text and command-line option. No torch here.
 
-Read by stage1_extract/cli.py; the worker gets its config back from the store's plan.
+Read by stage1_extract/cli.py and cli_plan.py; the worker gets its config back from the store's plan.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shared.config import knob
+from shared.config import knob, same_knob
 from shared.errors import ConfigRefused
 
 Dtype = Literal["auto", "bfloat16", "float32", "float16"]
+Precision = Literal["bfloat16", "int8"]
+LastHidden = Literal["auto", "bfloat16", "int8", "none"]
+OnDiskFull = Literal["stop", "wait"]
+StoredLastHidden = Literal["bfloat16", "int8", "none"]
+
+
+def resolve_last_hidden(last_hidden: LastHidden, precision: Precision) -> StoredLastHidden:
+    """ "auto" is the precision of the taps."""
+    return precision if last_hidden == "auto" else last_hidden
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,11 +108,119 @@ class ExtractConfig:
     )
     batch_tokens: int = knob(16384, help="Most tokens in one forward, padding included.")
     block_tokens: int = knob(32768, help="Tokens in one stored block of whole documents, about.")
-    last_hidden: bool = knob(True, help="Keep the last hidden state (after the final norm).")
+    precision: Precision = knob(
+        "bfloat16", help="Stored precision of the taps; int8 (channel scale x token scale) takes about half the disk."
+    )
+    last_hidden: LastHidden = knob(
+        "auto",
+        help="Stored precision of the last hidden state (after the final norm); none: leave it out; auto: as "
+        "--precision.",
+    )
     device: str = knob("auto", help="auto, cpu, cuda (process N takes GPU N), cuda:N.")
     dtype: Dtype = knob("auto", help="dtype of the forward: auto is bfloat16 on CUDA, float32 on CPU.")
+    on_disk_full: OnDiskFull = knob(
+        "stop", help="stop: end with the numbers (exit 41). wait: hold the work until there is room."
+    )
+    disk_reserve_gb: float | None = knob(
+        None, help="GB of the disk to leave free (default: 1, but at most 5 % of the disk)."
+    )
 
     def __post_init__(self) -> None:
         for name in ("shards", "topk", "batch_tokens", "block_tokens", "num_taps"):
             if getattr(self, name) < 1:
                 raise ConfigRefused(f"{name} {getattr(self, name)} must be at least 1")
+        if self.disk_reserve_gb is not None and not self.disk_reserve_gb >= 0:
+            raise ConfigRefused(f"disk_reserve_gb {self.disk_reserve_gb} must be 0 or more")
+
+    @property
+    def resolved_last_hidden(self) -> StoredLastHidden:
+        """`last_hidden` with "auto" replaced by `precision`; this is what the store's identity holds."""
+        return resolve_last_hidden(self.last_hidden, self.precision)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """Settings of `dflash plan`; what decides the size is what `dflash extract` takes."""
+
+    target: str | None = knob(None, help="Target model as for extract; only its config is read.")
+    data: Path | None = knob(None, help="Folder made by `dflash prepare`; or say --tokens and --documents.")
+    out: Path | None = knob(None, help="Where the store would lie: its disk is checked, and what is there counts.")
+    tokens: float | None = knob(None, help="Without --data: tokens, e.g. 1.6e9.")
+    documents: float | None = knob(None, help="Without --data: documents.")
+    hidden_size: int | None = knob(None, help="Without --target: its hidden size.")
+    num_hidden_layers: int | None = knob(None, help="Without --target: its layers.")
+    vocab_size: int | None = knob(None, help="Without --target: its tokens.")
+    num_taps: int = same_knob(ExtractConfig, "num_taps")
+    target_layer_ids: tuple[int, ...] = same_knob(ExtractConfig, "target_layer_ids")
+    topk: int = same_knob(ExtractConfig, "topk")
+    precision: Precision = same_knob(ExtractConfig, "precision")
+    last_hidden: LastHidden = same_knob(ExtractConfig, "last_hidden")
+    block_tokens: int = same_knob(ExtractConfig, "block_tokens")
+    shards: int = same_knob(ExtractConfig, "shards")
+    dtype: Dtype = same_knob(ExtractConfig, "dtype")
+    disk_reserve_gb: float | None = same_knob(ExtractConfig, "disk_reserve_gb")
+    tokens_per_second: float | None = knob(
+        None, help="Tokens/s of the target in one process (default: --teraflops by 2 x parameters)."
+    )
+    teraflops: float = knob(300.0, help="Effective TFLOP/s of one process, for the estimate of tokens/s.")
+    parameters: float | None = knob(
+        None, help="Parameters at work on a token, e.g. 27e9 (default: counted from the target's config)."
+    )
+    disk_gbps: float | None = knob(None, help="GB/s of the disk at --out, for all processes together.")
+    measure_disk: bool = knob(False, help="Measure it: write and fsync 256 MB at --out.")
+    epochs: int = knob(6, help="Passes over the data in training (the default of train).")
+    train_tokens_per_second: float | None = knob(
+        None, help="Tokens/s of training in one process; an epoch then takes at least that long."
+    )
+    disk_price_per_tb_month: float | None = knob(None, help="Price of a TB for a month (730 h), in any currency.")
+    gpu_price_per_hour: float | None = knob(None, help="Price of one process's GPU for an hour, in the same currency.")
+    json: bool = knob(False, help="One JSON object on stdout.")
+
+    def __post_init__(self) -> None:
+        self._require_each_once()
+        for name in (
+            *("tokens", "documents", "hidden_size", "num_hidden_layers", "vocab_size", "num_taps", "topk", "shards"),
+            *("block_tokens", "epochs"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not (1 <= value <= 1e15 and value == int(value)):
+                raise ConfigRefused(f"{_option(name)} {value} must be a whole number in 1..1e15")
+        for name in ("tokens_per_second", "teraflops", "parameters", "disk_gbps", "train_tokens_per_second"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigRefused(f"{_option(name)} {value} must be above 0")
+        for name in ("disk_price_per_tb_month", "gpu_price_per_hour"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigRefused(f"{_option(name)} {value} must not be negative")
+        if self.tokens is not None and self.documents is not None and self.documents > self.tokens:
+            raise ConfigRefused(f"--documents {self.documents:,.0f} is more than --tokens {self.tokens:,.0f}")
+        if self.vocab_size is not None and self.topk > self.vocab_size:
+            raise ConfigRefused(f"--topk {self.topk} is more than --vocab-size {self.vocab_size}")
+
+    def _require_each_once(self) -> None:
+        """Every fact must come from one place: two may disagree, none leaves nothing to work with."""
+        for source, facts in (
+            ("data", ("tokens", "documents")),
+            ("target", ("hidden_size", "num_hidden_layers", "vocab_size")),
+        ):
+            given = [_option(name) for name in facts if getattr(self, name) is not None]
+            lacking = [_option(name) for name in facts if getattr(self, name) is None]
+            if getattr(self, source) is not None and given:
+                raise ConfigRefused(f"{_option(source)} says what {' and '.join(given)} would; leave one of them out")
+            if getattr(self, source) is None and lacking:
+                raise ConfigRefused(f"{_option(source)} is not given, so {' and '.join(lacking)} must be")
+        pairs = (("tokens_per_second", "parameters"), ("measure_disk", "disk_gbps"))
+        for first, second in pairs:
+            if getattr(self, first) and getattr(self, second):
+                raise ConfigRefused(f"{_option(first)} and {_option(second)} say the same; leave one of them out")
+        if self.measure_disk and self.out is None:
+            raise ConfigRefused("--measure-disk needs --out: the place whose disk is measured")
+        if (self.disk_price_per_tb_month is None) != (self.gpu_price_per_hour is None):
+            raise ConfigRefused(
+                "--disk-price-per-tb-month and --gpu-price-per-hour must be given together or not at all"
+            )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

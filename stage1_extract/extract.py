@@ -8,31 +8,40 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from manifests.blocks import open_store
 from manifests.commit import read
+from manifests.derived_store import require_extracted
 from manifests.runs import recorded
-from shared.atomic import disk_faults, free_bytes, remove_partials, require_writable, write_json
+from shared.atomic import disk_faults, remove_partials, require_writable, write_json
 from shared.config import to_dict
-from shared.errors import ConfigRefused, DiskFull, StoreIncomplete, StoreMismatch, TooManyShards
+from shared.errors import ConfigRefused, StoreIncomplete, StoreMismatch, TooManyShards
 from shared.geometry import check_target_layer_ids, default_target_layer_ids
 from shared.launch import LaunchSpec, run_workers
 from shared.progress import duration, say, summary
+from shared.provenance import distribution_version
 from shared.rows import PreparedRows
-from shared.store import create, read_identity, require_same
-from shared.target_identity import load_tokenizer, target_identity
+from shared.store import read_identity, require_same
+from shared.store_write import create
+from shared.target_identity import find_target, load_tokenizer, target_identity
 from stage1_extract.config import Dtype, ExtractConfig
+from stage1_extract.disk_plan import Blocks, StoreShape, store_size
+from stage1_extract.disk_room import Room, readable_bytes, require_room, reserve_of
 from stage1_extract.mask_token import choose_mask_token
 from stage1_extract.plan import Plan, done_blocks, is_exported, remaining_blocks, settle_plan
+from stage1_extract.plan_inputs import tokenizer_bytes
 
 
 def run(config: ExtractConfig) -> None:
     """Make the store or go on with it. Raises the target, store, path and process errors of shared/errors.py."""
     require_writable(config.out)
+    require_extracted(config.out)
     rows = PreparedRows.open(config.data, verify=True)
     if config.shards > rows.n_documents:
         raise TooManyShards(
@@ -41,15 +50,21 @@ def run(config: ExtractConfig) -> None:
         )
     device = resolve_device(config.device)
     identity = make_identity(config, rows, resolve_dtype(config.dtype, device))
-    begun = bool(done_blocks(config.out))
+    begun = bool(
+        read(config.out, "shards")
+    )  # also blocks that were withdrawn since: what is made again must be the same
     if begun:
         require_same(read_identity(config.out), _without_names(identity), config.out)
+    elif (config.out / "target").exists() and not (config.out / "store.json").exists():
+        raise ConfigRefused(
+            f"{config.out / 'target'} is no part of a store and would be in its way; choose another --out"
+        )
     with recorded(config.out, "extract", to_dict(config)):
         if not begun:
             _forget(config.out)
             create(config.out, identity)
-        remove_partials(config.out)
-        remove_partials(config.out / "blocks")
+        for part in ("", "blocks", "workers", "progress"):
+            remove_partials(config.out / part)
         plan = settle_plan(config.out, rows.lengths.tolist(), config.block_tokens)
         remaining = remaining_blocks(config.out, plan)
         if not remaining and is_exported(config.out):
@@ -87,16 +102,22 @@ def run(config: ExtractConfig) -> None:
                 f"{config.out}: {len(left)} of {plan.num_blocks} blocks are missing after all workers ended well, the "
                 f"first is {left[0]}; see {config.out / 'logs'} and run the same command again"
             )
+        open_store(config.out)  # makes the file of its documents now, which the first trainer would wait for
         _report(config.out, plan, time.monotonic() - started)
 
 
 def _forget(store: Path) -> None:
-    """Take away what an attempt without a single block left: nothing was made under its settings yet."""
+    """Take away what an attempt without a single block left: nothing was made under its settings yet.
+
+    store.json goes last: it says that the rest is ours to take away.
+    """
+    if not (store / "store.json").exists():
+        return
     with disk_faults(store):
-        for name in ("store.json", "plan.json"):
-            (store / name).unlink(missing_ok=True)
         if (store / "target").exists():
             shutil.rmtree(store / "target")
+        for name in ("plan.json", "store.json"):
+            (store / name).unlink(missing_ok=True)
 
 
 def resolve_device(device: str) -> str:
@@ -146,7 +167,9 @@ def make_identity(config: ExtractConfig, rows: PreparedRows, dtype: str) -> dict
         ),
         "topk": config.topk,
         "dtype": dtype,
-        "last_hidden": config.last_hidden,
+        "precision": config.precision,
+        "last_hidden": config.resolved_last_hidden,
+        "version": distribution_version(),
         "block_tokens": config.block_tokens,
         "rows_sha256": rows.info["rows_sha256"],
         "chat_template_kwargs": rows.info.get("identity", {}).get("chat_template_kwargs") or {},
@@ -161,27 +184,19 @@ def _without_names(identity: dict[str, Any]) -> dict[str, Any]:
     return identity | {"target": target}
 
 
-def bytes_per_token(identity: dict[str, Any]) -> int:
-    """Stored bytes of one token: taps and last hidden state as bf16, top-k ids and logits, logsumexp, id, mask."""
-    taps = len(identity["target_layer_ids"]) + bool(identity["last_hidden"])
-    return 2 * taps * int(identity["hidden_size"]) + 6 * int(identity["topk"]) + 4 + 5
-
-
 def _require_space(
     config: ExtractConfig, rows: PreparedRows, plan: Plan, remaining: list[int], identity: dict[str, Any]
 ) -> None:
-    tokens = sum(int(rows.lengths[plan.documents_of(block)].sum()) for block in remaining)
-    needed, free = tokens * bytes_per_token(identity), free_bytes(config.out)
+    shape = replace(StoreShape.of_identity(identity), tokenizer_bytes=tokenizer_bytes(find_target(config.target)))
+    blocks = Blocks.of_plan(rows.lengths, plan, remaining)
+    left = store_size(shape, blocks, with_target=not is_exported(config.out))
     say(
-        f"extract: {tokens:,} tokens in {len(remaining)} of {plan.num_blocks} blocks, about {needed / 1e9:.3g} GB "
-        f"({bytes_per_token(identity):,} bytes a token); layers {identity['target_layer_ids']}, "
-        f"mask token {identity['mask_token_id']}"
+        f"extract: {left.num_tokens:,} tokens in {len(remaining)} of {plan.num_blocks} blocks, "
+        f"{readable_bytes(left.total.bytes)} ({left.bytes_per_token:,.0f} bytes a token, {config.precision}); "
+        f"layers {identity['target_layer_ids']}, mask token {identity['mask_token_id']}"
     )
-    if needed > free:
-        raise DiskFull(
-            f"{config.out} needs about {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free; make room, or store less "
-            "(--num-taps, --topk, --no-last-hidden, fewer rows)"
-        )
+    if config.on_disk_full == "stop":
+        require_room(config.out, left.total + reserve_of(config.out, config.disk_reserve_gb), Room.at(config.out))
 
 
 def _report(store: Path, plan: Plan, seconds: float) -> None:

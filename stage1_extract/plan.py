@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifests.commit import latest, read
+from manifests.blocks import recorded_blocks
 from shared.atomic import write_json
 from shared.errors import StoreDamaged, StoreMismatch
-from shared.json_file import read_object
-from shared.store_layout import block_dir
+from shared.json_file import read_object, require_sealed, sealed
+from shared.store_layout import block_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def make_plan(lengths: Sequence[int], block_tokens: int) -> Plan:
 def save_plan(store: Path, plan: Plan) -> None:
     """Write plan.json."""
     blocks = [[plan.starts[b], plan.starts[b + 1]] for b in range(plan.num_blocks)]
-    write_json(store / "plan.json", {"blocks": blocks})
+    write_json(store / "plan.json", sealed({"blocks": blocks}))
 
 
 def load_plan(store: Path) -> Plan | None:
@@ -56,8 +56,11 @@ def load_plan(store: Path) -> Plan | None:
     path = store / "plan.json"
     if not path.is_file():
         return None
+    advice = "restore it or extract to another --out"
+    plan = read_object(path, advice)
+    require_sealed(plan, str(path), advice)
     try:
-        blocks = read_object(path, "restore it or extract to another --out")["blocks"]
+        blocks = plan["blocks"]
         return Plan((*(int(first) for first, _ in blocks), int(blocks[-1][1])))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise StoreDamaged(f"{path} is not a plan ({error!r}); restore it or extract to another --out") from error
@@ -66,21 +69,26 @@ def load_plan(store: Path) -> Plan | None:
 def settle_plan(store: Path, lengths: Sequence[int], block_tokens: int) -> Plan:
     """The plan on disk, which must be the one these rows and settings give, or a new one written now."""
     plan = make_plan(lengths, block_tokens)
-    existing = load_plan(store)
-    if existing is None:
+    if not require_same_plan(store, plan):
         save_plan(store, plan)
-    elif existing != plan:
+    return plan
+
+
+def require_same_plan(store: Path, plan: Plan) -> bool:
+    """Whether the store has a plan; raises StoreMismatch when it is not this one, StoreDamaged when it is none."""
+    existing = load_plan(store)
+    if existing is not None and existing != plan:
         raise StoreMismatch(
             f"{store} was planned as {existing.num_blocks} blocks over {existing.starts[-1]} documents, these rows "
             f"give {plan.num_blocks} over {plan.starts[-1]}; use the same rows and --block-tokens, or another --out"
         )
-    return plan
+    return existing is not None
 
 
 def done_blocks(store: Path) -> dict[int, dict[str, Any]]:
     """Shard records of the blocks that are recorded and present: {block: record}."""
-    records = latest(read(store, "shards"), "block")
-    return {block: record for block, record in records.items() if (block_dir(store, block) / "zarr.json").is_file()}
+    records = recorded_blocks(store)
+    return {block: record for block, record in records.items() if (store / block_name(block) / "zarr.json").is_file()}
 
 
 def remaining_blocks(store: Path, plan: Plan) -> list[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shared.atomic import aside, publish_dir
 from shared.target import Target
+from shared.target_files import write_list
 from shared.tensors import write_tensors
 from stage1_extract.plan import is_exported
 
@@ -31,4 +32,5 @@ def export_target(target: Target, store: Path) -> None:
         target.tokenizer.save_pretrained(temporary)
         # One metadata key: with more their order in the file is random, and equal stores would differ in bytes.
         write_tensors(temporary / "head.safetensors", tensors, metadata={"format": "pt"})
+        write_list(temporary)
         publish_dir(temporary, final)

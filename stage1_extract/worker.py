@@ -18,10 +18,14 @@ from shared.config import from_dict
 from shared.errors import Interrupted
 from shared.progress import Reporter
 from shared.rows import PreparedRows
+from shared.store import read_identity
 from shared.target import load_target, resolve_device
 from shared.worker import stop_requested
+from stage1_extract.block_encoder import BlockEncoder
 from stage1_extract.block_writer import BlockWriter
 from stage1_extract.config import ExtractConfig
+from stage1_extract.disk_plan import StoreShape
+from stage1_extract.headroom import Headroom
 from stage1_extract.plan import Plan, is_exported, load_plan, make_batches
 from stage1_extract.target_export import export_target
 from stage1_extract.teacher import Teacher
@@ -78,14 +82,28 @@ def main(store: Path, rank: int, world_size: int) -> None:
         torch.cuda.set_device(device)
     target = load_target(work.config.target, dtype=work.dtype, device=device)
     logger.info("target on %s as %s; %d blocks to do", target.device, target.dtype, len(mine))
-    if exporting:
-        export_target(target, store)
-
-    teacher = Teacher(target, work.target_layer_ids, work.config.topk)
     lengths = rows.lengths
     total = sum(int(lengths[work.plan.documents_of(block)].sum()) for block in mine)
     done = 0
-    with BlockWriter(store, rank, rows, last_hidden=work.config.last_hidden) as writer:
+    headroom = Headroom(
+        store=store,
+        shape=StoreShape.of_identity(read_identity(store)),
+        lengths=lengths,
+        plan=work.plan,
+        remaining=work.remaining,
+        workers=world_size,
+        reserve_gb=work.config.disk_reserve_gb,
+        wait=work.config.on_disk_full == "wait",
+        report=lambda free, needed: reporter.update(
+            "waiting for room", done, total, "tokens", free=free, needed=needed
+        ),
+    )
+    if exporting:
+        headroom.patiently("the target", lambda: export_target(target, store))
+
+    teacher = Teacher(target, work.target_layer_ids, work.config.topk)
+    encoder = BlockEncoder(work.target_layer_ids, work.config.precision, work.config.resolved_last_hidden)
+    with BlockWriter(store, rank, rows, encoder, headroom) as writer:
         for number, block in enumerate(mine):
             if stop_requested():
                 writer.wait()
@@ -93,6 +111,7 @@ def main(store: Path, rank: int, world_size: int) -> None:
                     f"extract stopped after {number} of this worker's {len(mine)} blocks; run the same command again "
                     "to go on"
                 )
+            headroom.require(block)
             documents = work.plan.documents_of(block)
             writer.begin(block)
             for batch in make_batches(lengths[documents].tolist(), work.config.batch_tokens):
@@ -104,5 +123,5 @@ def main(store: Path, rank: int, world_size: int) -> None:
             if number == 0:
                 # Early, not at the end: a kernel that mixes up batch rows must not cost a night.
                 writer.wait()
-                verify_document(store, block, target, work.target_layer_ids)
+                verify_document(store, block, writer.committed[block], target, work.target_layer_ids)
     reporter.update("extract", done, total, "tokens", blocks=len(writer.committed))

@@ -75,12 +75,11 @@ def newest_complete(run_dir: Path) -> tuple[Path | None, list[Ignored]]:
 def require_same(info: Mapping[str, Any], asked: Mapping[str, Any], free: frozenset[str], where: Path) -> None:
     """Refuse to continue a checkpoint under other settings.
 
-    `asked` holds "config", "drafter", "store" and "total_steps" as checkpoint.json does. Fields in `free` may differ.
-    Raises CheckpointMismatch naming the first field and both values.
+    `asked` holds "config", "drafter" and "total_steps" as checkpoint.json does (the store: pinned_store.py). Fields in
+    `free` may differ. Raises CheckpointMismatch naming the first field and both values.
     """
     pairs = {
         **differences(info["drafter"], asked["drafter"]),
-        **differences(info["store"]["identity"], asked["store"]["identity"]),
         **{field: pair for field, pair in differences(info["config"], asked["config"]).items() if field not in free},
         **differences({"total_steps": info["total_steps"]}, {"total_steps": asked["total_steps"]}),
     }

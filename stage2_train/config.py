@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from shared.config import knob
 from shared.errors import ConfigRefused
+from shared.store_files import beside
 
 PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -19,6 +20,7 @@ PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 FREE_FIELDS = frozenset(
     {
         "store",
+        "partial",
         "run",
         "target",
         "nproc",
@@ -32,6 +34,7 @@ FREE_FIELDS = frozenset(
         "resume",
         "attention",
         "threads",
+        "reader_threads",
     }
 )
 
@@ -40,8 +43,13 @@ FREE_FIELDS = frozenset(
 class TrainConfig:
     """Settings of one training run. Raises ConfigRefused when two of them contradict each other."""
 
-    store: Path = knob(help="Teacher store made by `dflash extract`.")
-    run: Path | None = knob(None, help="Run folder; default: the store's name with -train, beside the store.")
+    store: str = knob(help="Teacher store made by `dflash extract`: a folder, or s3://BUCKET/PREFIX (gs://).")
+    partial: bool = knob(
+        False, help="Train from the blocks that a store has by now; the run keeps to these, whatever is added later."
+    )
+    run: Path | None = knob(
+        None, help="Run folder; default: the store's name with -train, beside the store, or in runs for a bucket."
+    )
     target: str | None = knob(None, help="Target you believe the store was made from; refused when it was not.")
     steps: int | None = knob(None, help="Optimizer steps; default: --epochs passes over the data.")
     epochs: int = knob(6, help="Passes over the training documents when --steps is not given.")
@@ -52,6 +60,8 @@ class TrainConfig:
         "auto", help="Compute dtype, weights stay float32; auto: bfloat16 on cuda, float32 on cpu."
     )
     threads: int | None = knob(None, help="Torch threads per process on a CPU; default: cores / processes.")
+
+    reader_threads: int = knob(2, help="Threads per process that read documents for the batches to come.")
 
     batch_rows: int = knob(8, help="Rows per optimizer step, over all processes.")
     micro_rows: int | None = knob(None, help="Rows per forward pass and process; default: all of the process's rows.")
@@ -94,6 +104,7 @@ class TrainConfig:
         for name in (
             "epochs",
             "nproc",
+            "reader_threads",
             "batch_rows",
             "max_length",
             "anchors",
@@ -150,11 +161,10 @@ class TrainConfig:
         return PUBLISHED_GAMMA.get(self.block_size, (self.block_size - 1) / (15 / 7))
 
     def run_dir(self) -> Path:
-        """The run folder: --run, or `<store stem>-train` beside the store."""
+        """The run folder: --run, or `<store stem>-train` beside the store (in `runs` when that lies in a bucket)."""
         if self.run is not None:
             return self.run
-        store = self.store if self.store.name else self.store.resolve()  # "." has no name
-        return store.with_name(f"{store.stem}-train")
+        return beside(self.store, "-train")
 
     def geometry(self, identity: Mapping[str, Any], mask_token_id: int) -> dict[str, Any]:
         """Overrides for drafter_config.drafter_geometry from these knobs and the store's identity."""

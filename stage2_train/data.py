@@ -1,9 +1,9 @@
-"""From the teacher store to batches: documents read, packed, cut into blocks with labels, prefetched by one thread.
+"""From the teacher store to batches: documents read, packed, cut into blocks with labels, prefetched by a thread.
 
-Called by train.py and estimate.py. The thread runs numpy, zarr and plain copies only: compiled code and
-flex_attention belong to the main thread. Next: objective.py (what happens to a batch).
+Called by train.py and estimate.py. The thread reads files and copies only: compiled code and flex_attention belong to
+the main thread. Next: objective.py (what happens to a batch).
 
-Shapes: R rows, S = max_length tokens, N anchor slots, B slots, F taps, H target hidden.
+Shapes: R rows, S = max_length tokens, N anchor slots, B slots, F taps, H target hidden, U blocks of a batch.
 """
 
 from __future__ import annotations
@@ -12,55 +12,36 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from manifests.commit import read
-from shared.errors import StoreIncomplete
-from shared.json_file import read_object, require_keys
-from shared.store import DocumentRef, TeacherStore, read_identity
+from shared.documents import Documents
+from shared.store import TeacherStore
 from stage2_train.anchors import apportion, eligible_anchors, labels, sample_anchors
-from stage2_train.config import TrainConfig
-from stage2_train.packing import Row, batches_in, epoch_rows, rank_rows
+from stage2_train.packing import Piece, Row, batches_in, epoch_rows, rank_rows
 
 Array = np.ndarray[Any, Any]
-# What training asks of every store.
-IDENTITY_KEYS = ("target_layer_ids", "num_hidden_layers", "hidden_size", "vocab_size")
-
-
-def open_store(path: Path) -> TeacherStore:
-    """A finished store: every planned block has its record. Raises StoreMissing, StoreDamaged or StoreIncomplete."""
-    require_keys(read_identity(path), IDENTITY_KEYS, path / "store.json", "restore it or extract again")
-    blocks = {int(record["block"]) for record in read(path, "shards")}
-    plan = read_object(path / "plan.json", "run the same `dflash extract` command: it is made again")
-    planned = len(plan.get("blocks", ()))
-    if not blocks or len(blocks) < planned:
-        raise StoreIncomplete(
-            f"{path} holds {len(blocks)} of {planned} planned blocks; finish it with the same "
-            "`dflash extract` command, then train"
-        )
-    return TeacherStore(path, blocks)
-
-
-def select(store: TeacherStore, split: str) -> tuple[list[DocumentRef], int]:
-    """Documents of a split in the order of the prepared data, and how many were left out for having no anchor.
-
-    An anchor and its first label are two supervised tokens, so fewer cannot be trained on.
-    """
-    found = sorted((ref for ref in store.documents if ref.split == split), key=lambda ref: ref.index)
-    kept = [ref for ref in found if ref.n_supervised >= 2]
-    return kept, len(found) - len(kept)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Rows ready to be trained on, in numpy. Unused slots have start = end = 0, count nothing, see only themselves."""
 
+    tensors: dict[str, Tensor]
+    """The memory of the arrays below, by their names: page-locked when a GPU is to copy from it."""
     features: Array
-    """[R,S,F*H] uint16: bf16 bits of the target's residual streams, 0 where a row is not full."""
+    """[R,S,F*H] uint16: bf16 bits of the target's residual streams, or int8 codes; 0 where a row is not full."""
+    scales: Array | None = None
+    """[R,S,F] float32: token scales of int8 codes; None for a bf16 store, like the two below."""
+    channels: Array | None = None
+    """[U,F*H] float32: channel scales of the blocks that the rows' documents come from."""
+    blocks: Array | None = None
+    """[R,S] int32: which row of `channels` a token's codes go with."""
     context_positions: Array
     """[R,S] int32: position in the document."""
     anchor_positions: Array
@@ -82,6 +63,15 @@ class Batch:
     without_anchors: int
     """Documents that offer no anchor."""
 
+    def finite_rows(self) -> list[bool]:
+        """Whether each row's features are all finite numbers."""
+        if self.scales is None or self.channels is None or self.blocks is None:
+            # bf16 is not finite exactly when all eight exponent bits are set.
+            return [bool(((row & 0x7F80) != 0x7F80).all()) for row in self.features]
+        fine = np.asarray(np.isfinite(self.channels).all(axis=1))
+        pairs = zip(self.scales, self.blocks, strict=True)
+        return [bool(np.isfinite(scales).all() and fine[blocks].all()) for scales, blocks in pairs]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
@@ -94,65 +84,126 @@ class Shapes:
 
 
 class BatchBuilder:
-    """Turns packed rows into a Batch. The same rows, seed and epoch give the same batch in every process."""
+    """Turns packed rows into a Batch. The same rows, seed and epoch give the same batch in every process.
 
-    def __init__(self, store: TeacherStore, documents: Sequence[DocumentRef], shapes: Shapes, seed: int) -> None:
+    `pinned` puts batches into page-locked memory, from which copies to a GPU are fast and wait for nobody; torch
+    keeps and reuses it, and only after such a copy has ended. `readers` threads read documents of one batch side by
+    side, each into its own place.
+    """
+
+    def __init__(
+        self,
+        store: TeacherStore,
+        documents: Documents,
+        shapes: Shapes,
+        seed: int,
+        *,
+        pinned: bool = False,
+        readers: int = 1,
+    ) -> None:
         self.store = store
-        self.documents = list(documents)
+        self.documents = documents
         self.shapes = shapes
         self.seed = seed
+        self.pinned = pinned
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="reader")
+        self._taps = len(store.identity["target_layer_ids"])
+        self._quantised = store.identity.get("precision") == "int8"
 
-    def lengths(self) -> list[int]:
-        """Tokens of every document."""
-        return [ref.length for ref in self.documents]
+    def lengths(self) -> Array:
+        """Tokens of every document, int32 [D]."""
+        return self.documents.length
 
     def build(self, rows: Sequence[Row], epoch: int) -> Batch:
         """Read and lay out `rows`. Raises StoreDamaged naming what cannot be read."""
-        shapes, count = self.shapes, len(rows)
-        features = np.zeros((count, shapes.max_length, shapes.feature_size), np.uint16)
-        positions = np.zeros((count, shapes.max_length), np.int32)
-        small = {
-            name: np.zeros((count, shapes.anchors), np.int32)
-            for name in ("anchor_positions", "anchor_tokens", "start", "end")
-        }
-        label_ids = np.zeros((count, shapes.anchors, shapes.block_size), np.int64)
-        counted = np.zeros((count, shapes.anchors, shapes.block_size), np.bool_)
-        empty = tokens = 0
-        for number, row in enumerate(rows):
-            read = [self._read(piece.document, piece.length) for piece in row]
-            eligible = [eligible_anchors(arrays["loss_mask"]) for arrays in read]
-            shares = apportion([len(found) for found in eligible], shapes.anchors) if row else []
-            slot = 0
-            for piece, arrays, found, share in zip(row, read, eligible, shares, strict=True):
-                where = slice(piece.offset, piece.offset + piece.length)
-                features[number, where] = arrays["hidden_states"].reshape(piece.length, -1)
-                positions[number, where] = np.arange(piece.length)
-                chosen = sample_anchors(found, share, self.seed, epoch, self.documents[piece.document].index)
-                slots = slice(slot, slot + share)
-                small["anchor_positions"][number, slots] = chosen
-                small["anchor_tokens"][number, slots] = arrays["input_ids"][chosen]
-                small["start"][number, slots] = piece.offset
-                small["end"][number, slots] = piece.offset + chosen
-                label_ids[number, slots], counted[number, slots] = labels(
-                    arrays["input_ids"], arrays["loss_mask"], chosen, shapes.block_size
-                )
-                slot += share
-                empty += len(found) == 0
-                tokens += piece.length
-        names = tuple(tuple(self.documents[piece.document].index for piece in row) for row in rows)
+        tensors = self._allocate(len(rows))
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        places = [{name: array[number] for name, array in arrays.items()} for number in range(len(rows))]
+        blocks: dict[int, int] = {}
+        reads = [
+            [self._readers.submit(self._read, place, piece, self._number(blocks, piece)) for piece in row]
+            for place, row in zip(places, rows, strict=True)
+        ]
+        empty = 0
+        for place, row, documents in zip(places, rows, reads, strict=True):
+            empty += self._fill(place, row, [document.result() for document in documents], epoch)
+        if self._quantised:
+            tensors["channels"] = self._channels(list(blocks))
+            arrays["channels"] = tensors["channels"].numpy()
         return Batch(
-            features=features,
-            context_positions=positions,
-            labels=label_ids,
-            counted=counted,
-            documents=names,
-            tokens=tokens,
+            tensors=tensors,
+            documents=tuple(tuple(self.documents[piece.document].index for piece in row) for row in rows),
+            tokens=sum(piece.length for row in rows for piece in row),
             without_anchors=empty,
-            **small,
+            **arrays,
         )
 
-    def _read(self, document: int, length: int) -> dict[str, Array]:
-        return self.store.read_document(dataclasses.replace(self.documents[document], length=length))
+    def _allocate(self, count: int) -> dict[str, Tensor]:
+        """All arrays of a batch but the channel scales: zeros, except for the features, which _fill writes in full."""
+        shapes, tokens = self.shapes, (count, self.shapes.max_length)
+        slots = (count, shapes.anchors)
+        tensors = {
+            "features": self._features((*tokens, shapes.feature_size)),
+            "context_positions": torch.zeros(tokens, dtype=torch.int32, pin_memory=self.pinned),
+            "labels": torch.zeros((*slots, shapes.block_size), dtype=torch.int64, pin_memory=self.pinned),
+            "counted": torch.zeros((*slots, shapes.block_size), dtype=torch.bool, pin_memory=self.pinned),
+        }
+        for name in ("anchor_positions", "anchor_tokens", "start", "end"):
+            tensors[name] = torch.zeros(slots, dtype=torch.int32, pin_memory=self.pinned)
+        if self._quantised:
+            tensors["scales"] = torch.zeros((*tokens, self._taps), dtype=torch.float32, pin_memory=self.pinned)
+            tensors["blocks"] = torch.zeros(tokens, dtype=torch.int32, pin_memory=self.pinned)
+        return tensors
+
+    def _features(self, shape: tuple[int, ...]) -> Tensor:
+        """Memory for features; numpy's, which comes in huge pages and fills in half the time, if not page-locked."""
+        if self.pinned:
+            return torch.empty(shape, dtype=torch.int8 if self._quantised else torch.uint16, pin_memory=True)
+        return torch.from_numpy(np.empty(shape, np.int8 if self._quantised else np.uint16))
+
+    def _number(self, blocks: dict[int, int], piece: Piece) -> int:
+        """The row of a document's block in the table of channel scales; new blocks are numbered as they come."""
+        return blocks.setdefault(int(self.documents.block[piece.document]), len(blocks))
+
+    def _fill(self, arrays: dict[str, Array], row: Row, read: Sequence[dict[str, Array]], epoch: int) -> int:
+        """Lay out one row in its part of the arrays; returns how many of its documents offer no anchor."""
+        eligible = [eligible_anchors(found["loss_mask"]) for found in read]
+        shares = apportion([len(found) for found in eligible], self.shapes.anchors) if row else []
+        slot = end = 0
+        for piece, document, found, share in zip(row, read, eligible, shares, strict=True):
+            end = piece.offset + piece.length
+            arrays["context_positions"][piece.offset : end] = np.arange(piece.length)
+            chosen = sample_anchors(found, share, self.seed, epoch, self.documents[piece.document].index)
+            slots = slice(slot, slot + share)
+            arrays["anchor_positions"][slots] = chosen
+            arrays["anchor_tokens"][slots] = document["input_ids"][chosen]
+            arrays["start"][slots] = piece.offset
+            arrays["end"][slots] = piece.offset + chosen
+            arrays["labels"][slots], arrays["counted"][slots] = labels(
+                document["input_ids"], document["loss_mask"], chosen, self.shapes.block_size
+            )
+            slot += share
+        arrays["features"][end:] = 0
+        return sum(len(found) == 0 for found in eligible)
+
+    def _read(self, arrays: dict[str, Array], piece: Piece, block: int) -> dict[str, Array]:
+        """One document; its features go from the file straight into their place."""
+        ref = dataclasses.replace(self.documents[piece.document], length=piece.length)
+        where = slice(piece.offset, piece.offset + piece.length)
+        features = arrays["features"][where].reshape(piece.length, self._taps, -1)
+        if not self._quantised:
+            out = {"hidden_states": features}
+        else:
+            arrays["blocks"][where] = block
+            out = {"hidden_states_q": features, "hidden_states_scale": arrays["scales"][where]}
+        return self.store.read_document(ref, ("input_ids", "loss_mask", *out), out)
+
+    def _channels(self, blocks: Sequence[int]) -> Tensor:
+        """float32 [U,F*H] of these blocks, in their order; a batch without a document has one row, of ones."""
+        table = torch.ones((max(len(blocks), 1), self.shapes.feature_size), pin_memory=self.pinned)
+        for row, block in zip(table.numpy(), blocks, strict=False):
+            row[:] = self.store.read_block_array(block, "hidden_states_channel").reshape(-1)
+        return table
 
 
 @dataclass(frozen=True)
@@ -172,14 +223,6 @@ class Share:
     rows_per_pass: int
     rank: int
     world_size: int
-
-
-def total_steps(lengths: Sequence[int], config: TrainConfig) -> int:
-    """Optimizer steps in config.epochs passes over documents of these lengths (each epoch packs differently)."""
-    return sum(
-        batches_in(epoch_rows(lengths, config.max_length, config.seed, epoch), config.batch_rows)
-        for epoch in range(config.epochs)
-    )
 
 
 def stream(builder: BatchBuilder, share: Share, epoch: int, batch: int) -> Iterator[StepRows]:

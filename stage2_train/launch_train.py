@@ -18,12 +18,11 @@ from shared.json_file import read_object
 from shared.launch import LaunchSpec, run_workers
 from shared.progress import say, summary
 from shared.store import TeacherStore, require_same
-from stage2_train import checkpoint_folder
+from stage2_train import checkpoint_folder, pinned_store
 from stage2_train.config import FREE_FIELDS, TrainConfig
-from stage2_train.data import open_store, select, total_steps
 from stage2_train.drafter_config import DrafterConfig, drafter_geometry
-
-RUN_FILE = "run.json"
+from stage2_train.pinned_store import RUN_FILE
+from stage2_train.selection import select, total_steps
 
 
 def launch(config: TrainConfig) -> None:
@@ -51,11 +50,10 @@ def launch(config: TrainConfig) -> None:
 def check(config: TrainConfig) -> dict[str, Any]:
     """Refuse what cannot work and return what run.json will hold; writes nothing.
 
-    Raises StoreMissing, StoreIncomplete, StoreMismatch, MaskTokenMissing, MaskTokenOutOfRange, NothingLeft,
-    ConfigRefused or PathNotWritable.
+    Raises StoreMissing, StoreIncomplete, StoreDamaged, StoreMismatch, MaskTokenMissing, MaskTokenOutOfRange,
+    NothingLeft, ConfigRefused or PathNotWritable.
     """
-    store = open_store(config.store)
-    identity = store.identity
+    store = pinned_store.open_for(config)
     if config.target is not None:
         _check_target(config.target, store)
     drafter = geometry(config, store)
@@ -63,18 +61,18 @@ def check(config: TrainConfig) -> dict[str, Any]:
     if not documents:
         raise NothingLeft(
             f"{config.store} has no training document with two supervised tokens in a row; "
-            f"it holds {len(store.documents)} documents"
+            f"it holds {len(store.documents)} documents in {len(store.blocks)} blocks"
         )
     require_writable(config.run_dir())
     steps = config.steps
     if steps is None:
-        steps = total_steps([ref.length for ref in documents], config)
+        steps = total_steps(documents.length, config)
     return {
         "command": "train",
         "config": to_dict(config),
         "drafter": drafter.to_hf_config(),
         "total_steps": steps,
-        "store": {"path": str(config.store.resolve()), "identity": identity},
+        **pinned_store.described(store),
     }
 
 
@@ -112,10 +110,10 @@ def _require_unused(mask: int, store: TeacherStore, drafter: DrafterConfig) -> N
         value = getattr(drafter, name)
         if mask in (value if isinstance(value, list | tuple) else (value,)):
             raise MaskTokenInUse(f"mask token {mask} is the target's {name}; pass an id without a meaning")
-    count = sum(int((store.read_document(ref, ("input_ids",))["input_ids"] == mask).sum()) for ref in store.documents)
+    count = sum(int((store.read_block_array(block, "input_ids") == mask).sum()) for block in store.blocks)
     if count:
         raise MaskTokenInUse(
-            f"mask token {mask} occurs {count:,} times in {store.path}; pass an id that never occurs, or leave "
+            f"mask token {mask} occurs {count:,} times in {store.location}; pass an id that never occurs, or leave "
             f"--mask-token-id out (the store has {store.identity.get('mask_token_id')})"
         )
 
@@ -126,7 +124,7 @@ def _check_target(target: str, store: TeacherStore) -> None:
     named = store.identity["target"]
     asked = target_identity(target)
     compared = ("weights_sha256", "config_sha256", "tokenizer_sha256", "num_hidden_layers", "hidden_size", "vocab_size")
-    require_same(named, {field: asked[field] for field in compared if field in named}, store.path)
+    require_same(named, {field: asked[field] for field in compared if field in named}, store.location)
 
 
 def open_run(run_dir: Path, run: dict[str, Any], config: TrainConfig) -> int:
@@ -147,7 +145,7 @@ def open_run(run_dir: Path, run: dict[str, Any], config: TrainConfig) -> int:
         checkpoint_folder.require_same(info, run, FREE_FIELDS, newest)
         done = int(info["global_step"])
         say(f"continuing {newest} (step {done} of {run['total_steps']})")
-    write_json(run_dir / RUN_FILE, run | {"provenance": provenance.collect()})
+    write_json(run_dir / RUN_FILE, {"provenance": provenance.collect()} | run)  # the long list of blocks last
     return done
 
 

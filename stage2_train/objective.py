@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from shared.quantise import decode
 from stage2_train.attention import Layout, build_masks
-from stage2_train.data import Array, Batch
+from stage2_train.data import Batch
 from stage2_train.drafter import Drafter, embed_blocks
 from stage2_train.loss import Head, count, cross_entropy, measure
 
@@ -54,28 +54,33 @@ class Engine:
 
 def move(batch: Batch, mask_token_id: int, engine: Engine) -> DeviceBatch:
     """Copy a batch to the device; feature bits travel as they are and become numbers there."""
-
-    def send(array: Array) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if engine.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(engine.device, non_blocking=True)
-
+    sent = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.tensors.items()}
     rows, anchors, size = batch.labels.shape
     slots = torch.arange(size, device=engine.device)
-    anchor_positions, anchor_tokens = send(batch.anchor_positions), send(batch.anchor_tokens)
+    anchor_positions, anchor_tokens = sent["anchor_positions"], sent["anchor_tokens"]
     ids = torch.full((rows, anchors, size), mask_token_id, dtype=torch.int64, device=engine.device)
     ids[:, :, 0] = anchor_tokens
-    layout = Layout(send(batch.start), send(batch.end), batch.features.shape[1], size)
+    layout = Layout(sent["start"], sent["end"], batch.features.shape[1], size)
     return DeviceBatch(
-        features=send(batch.features.view(np.int16)).view(torch.bfloat16).to(engine.dtype),
-        context_positions=send(batch.context_positions),
+        features=_numbers(sent).to(engine.dtype),
+        context_positions=sent["context_positions"],
         layout=layout,
         block_positions=(anchor_positions[:, :, None] + slots).flatten(1),
         block_ids=ids.flatten(1),
-        labels=send(batch.labels).flatten(0, 1),
-        counted=send(batch.counted).flatten(0, 1),
+        labels=sent["labels"].flatten(0, 1),
+        counted=sent["counted"].flatten(0, 1),
     )
+
+
+def _numbers(sent: dict[str, Tensor]) -> Tensor:
+    """bf16 [R,S,F*H] of the features as they are stored."""
+    features = sent["features"]
+    if "scales" not in sent:
+        return features.view(torch.bfloat16)
+    rows, tokens, taps = sent["scales"].shape
+    codes = features.view(rows * tokens, taps, -1)
+    channels = sent["channels"].view(len(sent["channels"]), taps, -1)
+    return decode(codes, sent["scales"].flatten(0, 1), channels, sent["blocks"].flatten()).view(features.shape)
 
 
 def block_states(drafter: Drafter, batch: DeviceBatch, engine: Engine) -> Tensor:

@@ -129,8 +129,7 @@ def _finite(tensor: torch.Tensor | None) -> bool:
 
 
 def _finite_rows(rows: StepRows) -> list[bool]:
-    # bf16 is not finite exactly when all eight exponent bits are set.
-    return [bool(((row & 0x7F80) != 0x7F80).all()) for batch in rows.parts for row in batch.features]
+    return [fine for batch in rows.parts for fine in batch.finite_rows()]
 
 
 def memory_bytes(device: torch.device) -> float:

@@ -78,8 +78,7 @@ def recorded_target(info: dict[str, Any]) -> str | None:
     identity = info.get("store", {}).get("identity", {}).get("target", {})
     if identity.get("kind") == "hub":
         return str(identity["name"])
-    store = Path(info.get("store", {}).get("path", ""))
-    for record in reversed(read(store, "runs")):
+    for record in reversed(read(info.get("store", {}).get("path", ""), "runs")):
         detail = record["detail"]
         if record["command"] == "extract" and "target" in detail.get("config", {}):
             path = Path(detail.get("provenance", {}).get("cwd", ".")) / Path(detail["config"]["target"]).expanduser()

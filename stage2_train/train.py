@@ -6,7 +6,6 @@ in `state`, one dict. Read training_parts.py (what it uses), step.py (one step),
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from stage2_train.config import TrainConfig
 from stage2_train.data import Prefetcher, stream
 from stage2_train.distributed import environment_ranks, pick_device, process_group, run_id
 from stage2_train.estimate import estimate
+from stage2_train.pinned_store import read_run
 from stage2_train.step import Window, memory_bytes
 from stage2_train.training_parts import Parts, set_up
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 def main(run_dir: Path, rank: int, world_size: int) -> None:
     """One worker: run the training that run.json in `run_dir` describes, to its end or to a stop."""
-    run = json.loads((run_dir / launch_train.RUN_FILE).read_text(encoding="utf-8"))
+    run = read_run(run_dir)
     config = from_dict(TrainConfig, run["config"])
     with process_group(rank, world_size, pick_device(config.device)) as ranks:
         train(set_up(run_dir, run, ranks, run_id()))
@@ -49,8 +49,7 @@ def train_under_torchrun(config: TrainConfig) -> None:
     with process_group(rank, world_size, pick_device(config.device)) as ranks:
         if rank > 0:
             ranks.barrier()
-            main_run = json.loads((run_dir / launch_train.RUN_FILE).read_text(encoding="utf-8"))
-            train(set_up(run_dir, main_run, ranks, run_id()))
+            train(set_up(run_dir, read_run(run_dir), ranks, run_id()))
             return
         run = launch_train.check(config)
         with recorded(run_dir, "train", run["config"]) as identifier:

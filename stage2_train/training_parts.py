@@ -17,13 +17,15 @@ from manifests.records import EventRecord, MetricRecord
 from shared.config import from_dict
 from shared.errors import ConfigRefused
 from stage2_train.config import TrainConfig
-from stage2_train.data import BatchBuilder, Shapes, Share, open_store, select
+from stage2_train.data import BatchBuilder, Shapes, Share
 from stage2_train.distributed import Ranks
 from stage2_train.drafter import Drafter
 from stage2_train.drafter_config import DrafterConfig
 from stage2_train.loss import Head, slot_weights
 from stage2_train.objective import Engine
+from stage2_train.pinned_store import reopen
 from stage2_train.schedule import FlatGradient, Optimizer, make_optimizer
+from stage2_train.selection import select
 from stage2_train.step import Stepper
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str) ->
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     geometry = DrafterConfig.from_hf_config(run["drafter"])
-    store = open_store(config.store)
+    store = reopen(config.store, run, run_dir)
     engine = make_engine(config, geometry, store.load_head(), ranks.device)
     drafter = Drafter(geometry).initialise(config.seed).to(ranks.device)
     optimizer = make_optimizer(config.optimizer, drafter.parameters(), config.learning_rate, config.weight_decay)
@@ -82,6 +84,7 @@ def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str) ->
         block_size=config.block_size,
         feature_size=len(geometry.target_layer_ids) * geometry.target_hidden_size,
     )
+    pinned = ranks.device.type == "cuda"
     documents, left_out = select(store, "train")
     held, _ = select(store, "heldout")
     share = Share(
@@ -100,8 +103,17 @@ def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str) ->
         optimizer=optimizer,
         engine=engine,
         share=share,
-        builder=BatchBuilder(store, documents, shapes, config.seed),
-        heldout=BatchBuilder(store, held[: config.heldout_documents], shapes, config.seed) if held else None,
+        builder=BatchBuilder(store, documents, shapes, config.seed, pinned=pinned, readers=config.reader_threads),
+        heldout=BatchBuilder(
+            store,
+            held[: config.heldout_documents],
+            shapes,
+            config.seed,
+            pinned=pinned,
+            readers=config.reader_threads,
+        )
+        if held
+        else None,
         stepper=Stepper(drafter, optimizer, FlatGradient(drafter.parameters()), engine, ranks, config),
         ledger=Ledger(run_dir, f"train-{identifier}-{ranks.rank}"),
     )
@@ -111,12 +123,14 @@ def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str) ->
 
 def _announce(parts: Parts, held: int, left_out: int) -> None:
     config, engine, documents = parts.config, parts.engine, parts.builder.documents
-    cut = sum(ref.length > config.max_length for ref in documents)
+    cut = int((documents.length > config.max_length).sum())
     parts.event(
         "data",
         f"{len(documents)} training and {held} held-out documents",
         documents=len(documents),
-        tokens=sum(ref.length for ref in documents),
+        tokens=int(documents.length.sum()),
+        blocks=len(parts.builder.store.blocks),
+        snapshot=parts.builder.store.snapshot,
         left_out_unsupervised=left_out,
         longer_than_a_row=cut,
     )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from manifests.commit import Ledger, files_of, latest, read
+from manifests.commit import Ledger, damaged_lines, files_of, latest, read
 from manifests.records import KINDS, EventRecord, MetricRecord, RunRecord, columns_of
 
 
@@ -30,6 +33,50 @@ def test_a_torn_last_line_costs_itself_only(tmp_path: Path, cut: int) -> None:
     assert [record["global_step"] for record in read(tmp_path, "metrics")] == ([1, 2] if cut == 1 else [1])
     ledger.append(MetricRecord(run_id="a", global_step=3, split="train", name="loss", value=0.0))
     assert [record["global_step"] for record in read(tmp_path, "metrics")] == ([1, 2, 3] if cut == 1 else [1, 3])
+    assert damaged_lines(tmp_path, "metrics") == [], "a kill is no damage"
+
+
+def test_a_damaged_line_is_named_and_void(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, "w")
+    for step in (1, 2, 3):
+        ledger.append(MetricRecord(run_id="a", global_step=step, split="train", name="loss", value=step / 2))
+    path = files_of(tmp_path, "metrics")[0]
+    path.write_bytes(path.read_bytes().replace(b'"value":1.0', b'"value":9.0'))
+    assert [record["value"] for record in read(tmp_path, "metrics")] == [0.5, 1.5]
+    ((where, number, reason),) = damaged_lines(tmp_path, "metrics")
+    assert (where, number) == (path, 2)
+    assert "its bytes give" in reason
+    assert damaged_lines(tmp_path, "events") == []
+
+
+def test_no_two_records_of_a_process_have_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([5.0, 5.0, 4.0, 4.0, 6.0])
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    ledger = Ledger(tmp_path, "w")
+    for event in "abcde":
+        ledger.append(EventRecord(run_id="a", event=event))
+    times = [record["time"] for record in read(tmp_path, "events")]
+    assert len(set(times)) == 5
+    assert [record["event"] for record in read(tmp_path, "events")] == list("abcde")
+
+
+def test_one_append_is_one_write_and_then_one_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(tmp_path, "w")
+    ledger.append(EventRecord(run_id="a", event="first"))
+    calls: list[str] = []
+    real = {name: getattr(os, name) for name in ("write", "fsync")}
+
+    def spy(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return real[name](*arguments)
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(os, name, spy(name))
+    ledger.append(*(EventRecord(run_id="a", event=str(n)) for n in range(100)))
+    assert calls == ["write", "fsync"]
 
 
 def test_a_non_finite_number_is_refused_not_written(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests.commit import Ledger, read
+from manifests.commit import Ledger, files_of, read
 from manifests.query import run_sql
 from manifests.records import RunRecord, ShardRecord
 from manifests.runs import is_owned, recorded
@@ -86,7 +86,7 @@ def test_what_a_store_holds(tmp_path: Path) -> None:
     ledger = Ledger(store, "w0")
     ledger.append(RunRecord(run_id="a", command="extract", state="failed", exit_code=41, message="DiskFull: full"))
     for block in (0, 1, 1):
-        ledger.append(ShardRecord(block=block, rank=0, documents=2, tokens=50, bytes=500, seconds=1.0))
+        ledger.append(ShardRecord(block=block, rank=0, documents=2, tokens=50, bytes=500, seconds=1.0, seal="a"))
     (status,) = statuses([tmp_path])
     assert (status.kind, status.state, status.holds["blocks"], status.holds["tokens"]) == (
         "store",
@@ -94,6 +94,19 @@ def test_what_a_store_holds(tmp_path: Path) -> None:
         "2/3",
         100,
     )
+
+
+def test_withdrawn_blocks_do_not_count_and_damaged_lines_are_told(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, "w0")
+    for block, state in ((0, "done"), (1, "done"), (1, "withdrawn"), (2, "done")):
+        ledger.append(
+            ShardRecord(block=block, rank=0, documents=2, tokens=50, bytes=500, seconds=1.0, seal="a", state=state)
+        )
+    path = files_of(tmp_path, "shards")[0]
+    path.write_bytes(path.read_bytes().replace(b'"block":2', b'"block":7'))
+    holds = status_of(tmp_path).holds
+    assert (holds["blocks"], holds["tokens"]) == (1, 50)
+    assert holds["damaged_record_lines"] == f"1, first line 4 of {path}"
 
 
 def test_json_output(tmp_path: Path) -> None:

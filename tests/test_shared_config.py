@@ -99,6 +99,13 @@ def test_an_empty_path_is_not_the_working_folder() -> None:
         assert "the path is empty" in refused.output
 
 
+def test_a_bucket_is_not_a_folder_named_after_its_scheme() -> None:
+    for address in ("s3://bucket/x.zarr", "gs://bucket/x.zarr"):
+        refused = invoke("--store", address)
+        assert refused.exit_code == 2
+        assert "is in a bucket, a folder is needed" in refused.output
+
+
 @pytest.mark.parametrize(
     ("text", "said"), [('rate = ["a"]', "rate is a list"), ("[rate]\na = 1", "rate is a dict"), (b"\xff", "not TOML")]
 )

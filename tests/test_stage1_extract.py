@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from commands import fault, workers_in_process
 from tiny_target import save_target
 
 import stage1_extract.extract as extract_module
+from manifests.blocks import open_store as open_blocks
 from manifests.commit import read
 from shared.cli import cli
 from shared.errors import (
     ConfigRefused,
-    DflashError,
     NonFinite,
     StoreDamaged,
     StoreMismatch,
@@ -35,7 +36,7 @@ from shared.errors import (
 from shared.launch import LaunchSpec
 from shared.rows import PreparedRows
 from shared.store import TeacherStore
-from shared.store_layout import block_dir
+from shared.store_layout import block_name
 from shared.target import Target, load_target
 from stage1_extract import worker
 from stage1_extract.plan import done_blocks, load_plan
@@ -83,11 +84,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the real worker function rank by rank in this process; the processes themselves are tested below."""
 
-    def run(spec: LaunchSpec) -> None:
-        for rank in range(spec.num_workers):
-            worker.main(spec.run_dir, rank, spec.num_workers)
-
-    monkeypatch.setattr(extract_module, "run_workers", run)
+    workers_in_process(monkeypatch, extract_module, worker)
 
 
 def extract(root: Path, out: Path, *more: object, kind: str = "qwen3") -> Result:
@@ -119,12 +116,6 @@ def ok(result: Result) -> Result:
     return result
 
 
-def fault(result: Result) -> DflashError:
-    assert isinstance(result.exception, DflashError), result.output + repr(result.exception)
-    assert "\n" not in str(result.exception)
-    return result.exception
-
-
 def words(result: Result) -> str:
     return " ".join(result.output.split())
 
@@ -134,7 +125,7 @@ def bf16(bits: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def open_store(store: Path) -> TeacherStore:
-    return TeacherStore(store, done_blocks(store))
+    return open_blocks(store, partial=True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5"])
@@ -195,11 +186,13 @@ def test_the_teacher_is_exact_in_float32_for_a_batch_with_a_shared_prefix(root: 
     assert start == len(batch.logsumexp)
 
 
-def files_of(store: Path, without: tuple[str, ...] = ()) -> dict[str, bytes]:
+def files_of(store: Path) -> dict[str, bytes]:
+    """Everything that two stores made by the same command agree on: all bytes but the store's own random name."""
     kept = [path for part in ("blocks", "target") for path in sorted((store / part).rglob("*")) if path.is_file()]
-    return {
-        str(path.relative_to(store)): path.read_bytes() for path in [*kept, store / "store.json", store / "plan.json"]
-    }
+    identity = json.loads((store / "store.json").read_text())
+    same = {key: value for key, value in identity.items() if key not in ("store_uuid", "crc32c")}
+    found = {str(path.relative_to(store)): path.read_bytes() for path in [*kept, store / "plan.json"]}
+    return found | {"store.json": json.dumps(same).encode()}
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
@@ -216,7 +209,7 @@ def test_only_what_is_missing_is_made_again(tmp_path: Path, root: Path, in_proce
     before, plan = files_of(store), load_plan(store)
     assert plan is not None
     assert plan.num_blocks > 3
-    shutil.rmtree(block_dir(store, 2))
+    shutil.rmtree(store / block_name(2))
     kept = {path: path.stat().st_mtime_ns for path in (store / "blocks").rglob("*") if path.is_file()}
     ok(extract(root, store, "--shards", 2))
     assert files_of(store) == before
@@ -244,7 +237,8 @@ CHANGED: dict[str, tuple[list[object], str]] = {
     "topk": (["--topk", 4], "topk = 8"),
     "dtype": (["--dtype", "bfloat16"], "dtype = 'float32'"),
     "mask token": (["--mask-token-id", 310], "mask_token_id = 300"),
-    "last hidden": (["--no-last-hidden"], "last_hidden = True"),
+    "last hidden": (["--last-hidden", "none"], "last_hidden = 'bfloat16'"),
+    "precision": (["--precision", "int8"], "precision = 'bfloat16'"),
     "block tokens": (["--block-tokens", 99], "block_tokens = 150"),
 }
 
@@ -477,7 +471,7 @@ def test_a_kill_between_block_and_record_is_repaired_by_the_same_command(
         patch.setattr(extract_module, "run_workers", run)
         assert isinstance(extract(root, store).exception, WorkerFailed)
     assert sorted(done_blocks(store)) == [0, 1]
-    assert block_dir(store, 2).exists()
+    assert (store / block_name(2)).exists()
     ok(extract(root, store, "--shards", 2))
     assert files_of(store) == files_of(tmp_path / "whole")
 
@@ -577,7 +571,7 @@ def test_an_attempt_without_a_block_binds_nobody(root: Path, tmp_path: Path, mon
         patch.setattr(worker, "main", lambda *_: (_ for _ in ()).throw(NonFinite("at once")))
         assert isinstance(extract(root, tmp_path / "x.zarr", "--topk", 4).exception, NonFinite)
     ok(extract(root, tmp_path / "x.zarr", "--topk", 16))
-    assert TeacherStore(tmp_path / "x.zarr", done_blocks(tmp_path / "x.zarr")).identity["topk"] == 16
+    assert open_store(tmp_path / "x.zarr").identity["topk"] == 16
     assert isinstance(extract(root, tmp_path / "x.zarr", "--topk", 4).exception, StoreMismatch)
 
 
@@ -586,6 +580,16 @@ def test_rows_and_stores_keep_apart(root: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     result = extract(root, tmp_path / "rows")
     assert isinstance(result.exception, ConfigRefused)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_named_target_that_is_not_ours_is_left_alone(root: Path, tmp_path: Path) -> None:
+    """`--target ./target --out .` once deleted the model it was to load."""
+    shutil.copytree(root / "qwen3", tmp_path / "target")
+    before = sorted(tmp_path.rglob("*"))
+    result = extract(root, tmp_path)
+    assert isinstance(result.exception, ConfigRefused)
+    assert "target is no part of a store" in str(result.exception)
     assert sorted(tmp_path.rglob("*")) == before
 
 

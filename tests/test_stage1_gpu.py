@@ -11,10 +11,9 @@ import torch
 from click.testing import CliRunner
 from tiny_target import save_target
 
+from manifests.blocks import open_store
 from shared.cli import cli
 from shared.rows import PreparedRows
-from shared.store import TeacherStore
-from stage1_extract.plan import done_blocks
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -74,7 +73,7 @@ def test_answers_and_features_are_those_of_the_cpu(tmp_path: Path, kind: str) ->
             "--shards",
             2,
         )
-        opened = TeacherStore(store, done_blocks(store))
+        opened = open_store(store)
         found[device] = [opened.read_document(ref, ("hidden_states", "logsumexp")) for ref in opened.documents]
     for cpu, cuda in zip(found["cpu"], found["cuda"], strict=True):
         np.testing.assert_allclose(cuda["logsumexp"], cpu["logsumexp"], rtol=1e-3, atol=1e-3)

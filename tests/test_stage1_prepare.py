@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from commands import fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_target import ALTERNATING, THINKING, make_tokenizer, save_target
 
 from manifests.commit import read
 from shared.cli import cli
-from shared.errors import DflashError
 from shared.rows import PreparedRows
 from stage1_extract.collect import collect, heldout_ids
 
@@ -41,12 +41,6 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 def prepare(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["prepare", *(str(argument) for argument in arguments)])
-
-
-def fault(result: Result) -> DflashError:
-    assert isinstance(result.exception, DflashError), result.output + repr(result.exception)
-    assert "\n" not in str(result.exception)
-    return result.exception
 
 
 def test_rows_in_are_documents_plus_skips_plus_duplicates(tmp_path: Path, target: Path) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from commands import workers_in_process
 from tiny_target import save_target
 
 import stage1_extract.regenerate as regenerate_module
 from shared.chat import render_prompt
 from shared.cli import cli
 from shared.errors import DflashError, Interrupted
-from shared.launch import LaunchSpec
 from shared.rows import PreparedRows
 from shared.target import load_target
 from stage1_extract import regenerate_worker
@@ -37,11 +37,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the real worker function rank by rank in this process (processes are tested with extract)."""
 
-    def run(spec: LaunchSpec) -> None:
-        for rank in range(spec.num_workers):
-            regenerate_worker.main(spec.run_dir, rank, spec.num_workers)
-
-    monkeypatch.setattr(regenerate_module, "run_workers", run)
+    workers_in_process(monkeypatch, regenerate_module, regenerate_worker)
 
 
 def user(text: str) -> dict[str, str]:

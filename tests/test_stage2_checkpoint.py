@@ -205,7 +205,6 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
             [1, 3],
             r"target_layer_ids = \[1, 2\], this command asks \[1, 3\]",
         ),
-        (("store", "identity", "target", "weights_sha256"), "b", r"target.weights_sha256 = 'a', this command asks 'b'"),
         (("total_steps",), 60, r"total_steps = 50, this command asks 60"),
     ],
 )

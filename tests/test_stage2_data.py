@@ -12,11 +12,12 @@ from toy_store import HIDDEN, MASK, Text, counting_text, counting_texts, make_st
 
 from manifests.commit import files_of
 from shared.errors import StoreDamaged, StoreIncomplete, StoreMissing
-from shared.store_layout import block_dir
-from stage2_train.data import Batch, BatchBuilder, Prefetcher, Shapes, Share, StepRows, open_store, select, stream
+from shared.store_layout import block_name
+from stage2_train.data import Batch, BatchBuilder, Prefetcher, Shapes, Share, StepRows, stream
 from stage2_train.loss import Head, slot_weights
 from stage2_train.objective import Engine, move, weight_sum
 from stage2_train.packing import epoch_rows
+from stage2_train.selection import open_store, select
 
 TAPS = 2
 
@@ -179,7 +180,7 @@ def test_the_prefetcher_hands_over_errors_and_ends(store: Path) -> None:
 
 
 def test_a_damaged_block_is_named(store: Path) -> None:
-    for path in (block_dir(store, 1) / "hidden_states").rglob("*"):
+    for path in (store / block_name(1) / "hidden_states").rglob("*"):
         if path.is_file() and path.name != "zarr.json":
             path.write_bytes(path.read_bytes()[:-5])
     builder = a_builder(store)

@@ -26,11 +26,12 @@ from shared.errors import (
     StoreIncomplete,
     StoreMissing,
 )
+from shared.json_file import sealed
 from stage2_train.checkpoint_folder import newest_complete
 from stage2_train.config import TrainConfig
-from stage2_train.data import open_store, select
 from stage2_train.estimate import estimate
 from stage2_train.schedule import learning_rate
+from stage2_train.selection import open_store, select
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,7 @@ def test_a_store_with_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
     store = make_store(tmp_path / "x.zarr", [counting_text(0, 1, 3, 20, "heldout"), Text([1, 2, 3], [0, 0, 1])])
     with pytest.raises(NothingLeft):
         run_here(config_of(store, tmp_path / "run"))
-    (store / "plan.json").write_text(json.dumps({"blocks": [[0], [1]]}))
+    (store / "plan.json").write_text(json.dumps(sealed({"blocks": [[0, 2], [2, 3]]})))
     with pytest.raises(StoreIncomplete):
         run_here(config_of(store, tmp_path / "run"))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from manifests.commit import Ledger
-from manifests.records import ShardRecord
-from shared.store import create, write_block
+from manifests.records import DocumentRecord, ShardRecord
+from shared.atomic import write_json
+from shared.json_file import sealed
+from shared.quantise import channel_scales, encode
+from shared.store_write import create, write_block
+from shared.target_files import write_list
 
 VOCAB, HIDDEN, MASK = 40, 32, 39
 TARGET = {
@@ -63,10 +69,35 @@ def bits(values: torch.Tensor) -> np.ndarray[Any, Any]:
     return values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
 
 
+def stored_features(values: torch.Tensor, precision: str) -> dict[str, np.ndarray[Any, Any]]:
+    """A block's arrays for features bf16 [N, L, H]; in an 8-bit store a NaN value is a NaN token scale."""
+    if precision == "bfloat16":
+        return {"hidden_states": bits(values)}
+    channels = channel_scales(values)
+    encoded = encode(values, channels)
+    return {
+        "hidden_states_q": encoded.codes.numpy(),
+        "hidden_states_scale": encoded.scales.numpy(),
+        "hidden_states_channel": channels.numpy(),
+    }
+
+
 def make_store(
-    path: Path, texts: list[Text], *, taps: int = 2, blocks: int = 1, hidden: int = HIDDEN, corrupt: int | None = None
+    path: Path,
+    texts: list[Text],
+    *,
+    taps: int = 2,
+    blocks: int = 1,
+    hidden: int = HIDDEN,
+    corrupt: int | None = None,
+    precision: str = "bfloat16",
+    name: str = "toy",
+    identity: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write and finish a store; `corrupt` is the number of a document whose first feature is NaN."""
+    """Write and finish a store; `corrupt` is the number of a document whose first feature is NaN.
+
+    Document i is `name`-i; `identity` replaces fields of the store's.
+    """
     generator = torch.Generator().manual_seed(7)
     embed = torch.randn(VOCAB, hidden, generator=generator) * 0.3  # as small as trained tables are
     mix = torch.randn(hidden, taps * hidden, generator=generator) / hidden**0.5
@@ -86,7 +117,10 @@ def make_store(
             "mask_token_id": MASK,
             "topk": 0,
             "dtype": "bfloat16",
+            "precision": precision,
+            "last_hidden": "none",
             "rows_sha256": "1",
+            **(identity or {}),
         },
     )
     (path / "target").mkdir()
@@ -95,8 +129,9 @@ def make_store(
         {"embed_tokens.weight": embed.to(torch.bfloat16), "norm.weight": torch.ones(hidden, dtype=torch.bfloat16)},
         path / "target" / "head.safetensors",
     )
+    write_list(path / "target")
     plan = [part.tolist() for part in np.array_split(np.arange(len(texts)), blocks)]
-    (path / "plan.json").write_text(json.dumps({"blocks": plan}))
+    write_json(path / "plan.json", sealed({"blocks": [[part[0], part[-1] + 1] for part in plan if part]}))
     ledger = Ledger(path, "toy")
     for block, members in enumerate(plan):
         chosen = [texts[i] for i in members]
@@ -107,12 +142,13 @@ def make_store(
         arrays = {
             "input_ids": ids,
             "loss_mask": np.concatenate([np.asarray(text.loss_mask, np.uint8) for text in chosen]),
-            "hidden_states": bits(states).reshape(len(ids), taps, hidden),
+            **stored_features(states.view(len(ids), taps, hidden).to(torch.bfloat16), precision),
             "document_offsets": np.cumsum([0, *(len(text.input_ids) for text in chosen)]).astype(np.int64),
             "document_index": np.asarray(members, np.int64),
             "document_split": np.asarray([text.split == "heldout" for text in chosen], np.uint8),
         }
         done = write_block(path, block, arrays)
+        ledger.append(*(_document_record(name, i, texts[i], block, done["seal"]) for i in members))
         ledger.append(
             ShardRecord(
                 block=block,
@@ -120,7 +156,25 @@ def make_store(
                 documents=done["documents"],
                 tokens=done["tokens"],
                 bytes=done["bytes"],
+                seal=done["seal"],
                 seconds=0.0,
             )
         )
     return path
+
+
+def _document_record(name: str, index: int, text: Text, block: int, seal: str) -> DocumentRecord:
+    ids, mask = np.asarray(text.input_ids, np.int32), np.asarray(text.loss_mask, np.uint8)
+    return DocumentRecord(
+        document_index=index,
+        doc_id=f"{name}-{index}",
+        source=f"{name}.jsonl",
+        line=index + 1,
+        n_tokens=len(ids),
+        n_supervised=int(mask.sum()),
+        split=text.split,
+        block=block,
+        topk_mass=0.5,
+        token_sha=hashlib.sha256(ids.tobytes() + mask.tobytes()).hexdigest()[:16],
+        seal=seal,
+    )

@@ -1,7 +1,9 @@
--- Stores: blocks and tokens done, bytes per token, and when the last block was recorded.
-SELECT folder, count(DISTINCT block) AS blocks, sum(documents) AS documents, sum(tokens) AS tokens,
-       round(sum(bytes) / 1e9, 3) AS gigabytes, round(sum(bytes) / sum(tokens), 0) AS bytes_per_token,
+-- Stores: what is done, its size, and the rate from the first block's start to the last block's end (UTC).
+SELECT folder, count(*) AS blocks, any_value(folders.planned_blocks) AS planned_blocks,
+       sum(stored_blocks.documents) AS documents, sum(tokens) AS tokens, round(sum(bytes) / 1e9, 3) AS gigabytes,
+       round(sum(bytes) / sum(tokens), 0) AS bytes_per_token,
+       round(sum(tokens) / nullif(max(stored_blocks.time) - min(stored_blocks.time - seconds), 0), 0)
+           AS tokens_per_second,
        round(sum(tokens) / nullif(sum(seconds), 0), 0) AS tokens_per_second_per_worker,
-       to_timestamp(max(time)) AS last_block
-FROM (SELECT * FROM shards QUALIFY row_number() OVER (PARTITION BY folder, block ORDER BY time DESC) = 1)
-GROUP BY folder ORDER BY folder
+       make_timestamp(CAST(1e6 * max(stored_blocks.time) AS BIGINT)) AS last_block
+FROM stored_blocks JOIN folders USING (folder) GROUP BY folder ORDER BY folder

@@ -1,3 +1,4 @@
--- Rows left out, by folder and reason, with one example.
+-- Rows left out, by folder and reason, each row once, with one example.
 SELECT folder, reason, count(*) AS rows, min(source || ':' || line) AS example
-FROM skips GROUP BY folder, reason ORDER BY folder, rows DESC
+FROM (SELECT DISTINCT folder, reason, source, line, doc_id FROM skips)
+GROUP BY folder, reason ORDER BY folder, rows DESC, reason
