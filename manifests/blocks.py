@@ -64,6 +64,7 @@ def open_store(location: Path | str, *, partial: bool = False, cache: bool = Tru
         raise StoreIncomplete(
             f"{location} holds {len(blocks)} of {planned} planned blocks, the first missing is {missing or 0}"
             f"{_told(damaged)}; finish it with the same {maker_of(identity)} command"
+            + ("" if partial else " (`dflash train --partial` takes what is there)")
         )
     if beyond := [block for block in blocks if block >= planned]:
         raise StoreDamaged(

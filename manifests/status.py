@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manifests.blocks import recorded_blocks
+from manifests.blocks import MOVED, recorded_blocks
 from manifests.commit import damaged_lines, latest, read
 from manifests.folders import kind_of_folder, planned_or_none, run_folders
 from manifests.runs import is_owned, owned_part, without_refused
@@ -81,6 +81,10 @@ def _holds(folder: Path) -> dict[str, Any]:
         holds["blocks"] = f"{len(blocks)}/{planned}" if planned else len(blocks)
         for name in ("documents", "tokens", "bytes"):
             holds[name] = sum(record[name] for record in blocks.values())
+    if withdrawn := {record["block"] for record in read(folder, "shards") if record["state"] != "done"} - set(blocks):
+        holds["withdrawn_blocks"] = f"{len(withdrawn)}, set aside by `store verify --repair`"
+    if moved := {record["detail"][MOVED] for record in blocks.values() if record["detail"].get(MOVED)}:
+        holds["large_arrays_only_at"] = ", ".join(sorted(moved))
     if skips := read(folder, "skips"):
         holds["skipped"] = len({(r["source"], r["line"], r["doc_id"], r["reason"]) for r in skips})
     if checkpoints := read(folder, "checkpoints"):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,9 +90,11 @@ def leftovers(store: Path, keep_days: float | None) -> Iterator[Leftover]:
             if place != "index" or now - path.lstat().st_mtime > _INDEX_SETTLED_S:
                 yield Leftover(path, "left by a process that was killed", size_of(path))
     blocks = recorded_blocks(store)
-    for path in sorted((store / "blocks").glob("[0-9]*")):
-        if path.name.isdecimal() and path.is_dir() and int(path.name) not in blocks:
-            yield Leftover(path, "a block without a record", size_of(path))
+    present_blocks = [p for p in sorted((store / "blocks").glob("[0-9]*")) if p.name.isdecimal() and p.is_dir()]
+    unrecorded = [path for path in present_blocks if int(path.name) not in blocks]
+    require_only_unfinished(store, unrecorded, bool(blocks))
+    for path in unrecorded:
+        yield Leftover(path, "a block without a record", size_of(path))
     present = store / index_name(snapshot_of({block: str(record["seal"]) for block, record in blocks.items()}))
     for path in sorted((store / "index").glob("documents-*.bin")):
         if path != present:
@@ -100,6 +103,34 @@ def leftovers(store: Path, keep_days: float | None) -> Iterator[Leftover]:
         days = (now - path.lstat().st_ctime) / _DAY_S  # when it was moved here
         if days > (keep_days or 0.0):
             yield Leftover(path, f"set aside {days:.0f} days ago", size_of(path))
+
+
+def require_only_unfinished(store: Path, unrecorded: Sequence[Path], any_recorded: bool) -> None:
+    """Raise StoreDamaged when blocks lack their records because records were lost, not because a writer was killed.
+
+    A killed writer leaves one block whose documents it had recorded already; more than one of a writer, or a store full
+    of blocks without any record, are files of `manifest/` gone astray.
+    """
+    from manifests.commit import read
+    from shared.seal import digest
+
+    if not unrecorded:
+        return
+    lost = "nothing is removed: restore the manifest folder, or make the blocks again with the same `dflash extract`"
+    if not any_recorded and not read(store, "shards"):
+        raise StoreDamaged(
+            f"{store} has {len(unrecorded)} blocks and not one shard record: its records are lost; {lost}"
+        )
+    writers = {str(record["seal"]): str(record["writer"]) for record in read(store, "documents")}
+    files = [path / "zarr.json" for path in unrecorded]
+    of_whom = Counter(writers.get(digest(file.read_bytes())) for file in files if file.is_file())
+    del of_whom[None]
+    for writer, count in of_whom.most_common(1):
+        if count > 1:
+            raise StoreDamaged(
+                f"{count} blocks of writer {writer} in {store} have document records and no shard record, where a kill "
+                f"leaves one: shard records are lost; {lost}"
+            )
 
 
 def size_of(path: Path) -> int:

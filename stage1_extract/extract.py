@@ -74,8 +74,8 @@ def run(config: ExtractConfig) -> None:
         _require_space(config, rows, plan, remaining, identity)
         if len(remaining) < config.shards:
             say(
-                f"extract: {len(remaining)} blocks to do for {config.shards} processes; smaller --block-tokens "
-                "would use all of them"
+                f"extract: only {len(remaining)} of {plan.num_blocks} blocks are to do for {config.shards} processes; "
+                "smaller --block-tokens would use all of them"
             )
         write_json(
             config.out / "work.json",

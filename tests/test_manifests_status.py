@@ -159,6 +159,7 @@ def test_a_folder_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -
     for name in ("good", "odd"):
         with recorded(tmp_path / name, "train", {}):
             pass
-    (tmp_path / "odd" / "manifest" / "runs.x.jsonl").mkdir()  # unreadable, also for root
+    # A file that opens and answers every read with EIO, also for root: nothing is mapped at address 0.
+    (tmp_path / "odd" / "manifest" / "runs.x.jsonl").symlink_to("/proc/self/mem")
     states = {Path(row.folder).name: row.state for row in statuses([tmp_path])}
     assert states == {"good": "finished", "odd": "unreadable"}

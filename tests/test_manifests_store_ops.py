@@ -18,8 +18,9 @@ from small_store import HIDDEN, LENGTHS, TAPS, SmallStore, make_small_store, wri
 from manifests.blocks import open_store, recorded_blocks
 from manifests.commit import Ledger
 from manifests.lines import line_of
-from manifests.records import ShardRecord
+from manifests.records import DocumentRecord, ShardRecord
 from manifests.store_comparison import from_bf16, round_to_bf16
+from manifests.store_gc import require_only_unfinished
 from shared.atomic import owned
 from shared.cli import cli
 from shared.documents import write_index
@@ -264,3 +265,46 @@ def test_a_later_record_of_another_build_counts(tmp_path: Path) -> None:
     )
     assert facts("info", made.path)["blocks"] == 1
     assert "blocks/000001: a block without a record" in run("gc", made.path).output
+
+
+def test_gc_takes_no_block_whose_records_were_lost(tmp_path: Path) -> None:
+    made = make_small_store(tmp_path / "x.zarr")
+    (records,) = made.path.glob("manifest/shards.*.jsonl")
+    text = records.read_bytes()
+    lines = text.splitlines(keepends=True)
+    records.write_bytes(lines[0])  # one block lost its record: what a kill leaves
+    assert run("gc", made.path).output.count("a block without a record") == len(lines) - 1 == 1
+    records.unlink()
+    for more in ((), ("--apply",)):
+        error = fault(run("gc", made.path, *more))
+        assert isinstance(error, StoreDamaged)
+        assert "not one shard record" in str(error)
+    records.write_bytes(text)
+    assert "would remove" not in run("gc", made.path).output
+
+
+def test_gc_tells_lost_records_of_one_writer_from_killed_writers(tmp_path: Path) -> None:
+    made = make_small_store(tmp_path / "x.zarr", writers=2)
+    files = sorted(made.path.glob("manifest/shards.*.jsonl"))
+    assert len(files) == 2
+    require_only_unfinished(made.path, [made.path / "blocks/000000", made.path / "blocks/000001"], any_recorded=True)
+    for path in made.path.glob("manifest/documents.*.jsonl"):
+        path.write_bytes(b"")
+    ledger = Ledger(made.path, "one")
+    for block, record in recorded_blocks(made.path).items():
+        ledger.append(
+            DocumentRecord(
+                document_index=block,
+                doc_id=str(block),
+                source="s",
+                line=1,
+                n_tokens=1,
+                n_supervised=1,
+                split="train",
+                block=block,
+                seal=record["seal"],
+            )
+        )
+    with pytest.raises(StoreDamaged) as caught:
+        require_only_unfinished(made.path, [made.path / "blocks/000000", made.path / "blocks/000001"], True)
+    assert "2 blocks of writer one" in str(caught.value)
