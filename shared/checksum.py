@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import google_crc32c
@@ -56,3 +56,8 @@ def crc32c(data: Array | bytes) -> int:
     if isinstance(data, np.ndarray) and (data.ndim != 1 or data.dtype != np.uint8):
         data = data.reshape(-1).view(np.uint8)
     return _library()(data)
+
+
+def crc32c_of_each(chunks: Iterable[Array]) -> list[int]:
+    """CRC-32C of each one-dimensional uint8 array."""
+    return list(map(_library(), chunks))

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 # Linux takes at most this many buffers in one call (IOV_MAX).
 _MAX_BUFFERS = 1024
+# Asked for at once when it must come from the disk: with the usual 128 KB of read-ahead, smaller calls are slower.
+_COLD_BYTES = 2 << 20
 
 
 class ShortFile(Exception):
@@ -75,21 +77,25 @@ class LocalFiles:
 
     def read_into(self, name: str, offset: int, buffers: Sequence[Any]) -> None:
         """Fill the buffers with as few preadv calls as the system allows."""
-        for _ in self.read_pieces(name, offset, [buffers]):
-            pass
-
-    def read_pieces(self, name: str, offset: int, pieces: Sequence[Sequence[Any]]) -> Iterator[None]:
-        """Fill the buffers, one preadv call a piece; the system is told at once about all that will be read."""
         descriptor = os.open(f"{self.location}/{name}", os.O_RDONLY)
         try:
-            got = 0
-            if len(pieces) > 1 and (got := _at_hand(descriptor, offset, pieces[0])) < sum(map(len, pieces[0])):
-                size = sum(len(buffer) for piece in pieces for buffer in piece)
-                os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
-            for piece in pieces:
-                offset = _fill(descriptor, offset, piece, got)
+            _fill(descriptor, offset, buffers, 0)
+        finally:
+            os.close(descriptor)
+
+    def read_pieces(self, name: str, offset: int, pieces: Sequence[Sequence[Any]]) -> Iterator[None]:
+        """Fill the buffers: one preadv call a piece of what is in memory, one for many pieces of what is not."""
+        descriptor = os.open(f"{self.location}/{name}", os.O_RDONLY)
+        try:
+            got, step = 0, 1
+            if len(pieces) > 1 and (got := _at_hand(descriptor, offset, pieces[0])) < (size := _size(pieces[0])):
+                step = max(1, _COLD_BYTES // size)
+            for first in range(0, len(pieces), step):
+                together = pieces[first : first + step]
+                buffers = together[0] if step == 1 else [buffer for piece in together for buffer in piece]
+                offset = _fill(descriptor, offset, buffers, got)
                 got = 0
-                yield
+                yield from (None for _ in together)
         finally:
             os.close(descriptor)
 
@@ -109,6 +115,10 @@ class LocalFiles:
         return str(self.root / name)
 
 
+def _size(buffers: Sequence[Any]) -> int:
+    return sum(map(len, buffers))
+
+
 def _at_hand(descriptor: int, offset: int, buffers: Sequence[Any]) -> int:
     """Fill the buffers with what is in memory already, and return how many bytes that was."""
     try:
@@ -119,7 +129,7 @@ def _at_hand(descriptor: int, offset: int, buffers: Sequence[Any]) -> int:
 
 def _fill(descriptor: int, offset: int, buffers: Sequence[Any], got: int) -> int:
     """Read into the buffers, whose first `got` bytes are there, and return where they end in the file."""
-    end = offset + sum(map(len, buffers))
+    end = offset + _size(buffers)
     if got == 0:
         got = os.preadv(descriptor, buffers[:_MAX_BUFFERS], offset)
     if offset + got == end:

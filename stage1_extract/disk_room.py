@@ -64,12 +64,13 @@ def reserve_of(path: Path, reserve_gb: float | None) -> Size:
     return Size(size, size, int(min(_DEFAULT_RESERVE_INODES, _MOST_OF_THE_DISK * stat.f_files)), 0)
 
 
-def require_room(where: Path, needed: Size, room: Room) -> None:
-    """Raise DiskFull when what is still to be written at `where` does not fit."""
-    if (short := room.lacks(needed)) is not None:
+def require_room(where: Path, needed: Size, room: Room, reserve: Size | None = None) -> None:
+    """Raise DiskFull when what is still to be written at `where`, and what must stay free, does not fit."""
+    if (short := room.lacks(needed + (reserve or Size()))) is not None:
+        kept = f" (with {readable_bytes(reserve.allocated)} in reserve)" if reserve else ""
         raise DiskFull(
-            f"{where}: {short}; make room, or store less (--precision int8, --num-taps, --topk, --last-hidden none, "
-            "fewer rows)"
+            f"{where}: {short}{kept}; make room, or store less (--precision int8, --num-taps, --topk, "
+            "--last-hidden none, fewer rows)"
         )
 
 

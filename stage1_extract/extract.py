@@ -196,7 +196,8 @@ def _require_space(
         f"layers {identity['target_layer_ids']}, mask token {identity['mask_token_id']}"
     )
     if config.on_disk_full == "stop":
-        require_room(config.out, left.total + reserve_of(config.out, config.disk_reserve_gb), Room.at(config.out))
+        reserve = reserve_of(config.out, config.disk_reserve_gb)
+        require_room(config.out, left.total, Room.at(config.out), reserve)
 
 
 def _report(store: Path, plan: Plan, seconds: float) -> None:

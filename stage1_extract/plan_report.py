@@ -44,15 +44,15 @@ def run(config: PlanConfig) -> None:
         disk = measure_disk(config.out)
     options = [_option(config, target, facts, rate, disk, precision) for precision in get_args(Precision)]
     asked = next(option for option in options if option.precision == config.precision)
-    needed = asked.left.total + (reserve_of(config.out, config.disk_reserve_gb) if config.out is not None else Size())
+    reserve = Size() if config.out is None else reserve_of(config.out, config.disk_reserve_gb)
     report = _report(config, layer_ids, facts, rate, disk) | {
         "precisions": {option.precision: _figures(option, config.epochs) for option in options},
-        "room": None if room is None else _room(needed, room),
+        "room": None if room is None else _room(asked.left.total + reserve, room),
         "verdict": verdict(asked, config.epochs),
     }
     tell(json.dumps(report, indent=2) if config.json else render(report))
     if config.out is not None and room is not None:
-        require_room(config.out, needed, room)
+        require_room(config.out, asked.left.total, room, reserve)
 
 
 def _identity(config: PlanConfig, target: TargetFacts, layer_ids: tuple[int, ...]) -> dict[str, Any]:

@@ -88,7 +88,9 @@ def test_a_disk_that_is_too_small_is_refused_with_the_numbers_before_any_block(d
     disk.mount("size=600k")
     done = disk.extract()
     assert done.code == 41, disk.text()
-    assert re.search(r"x\.zarr: [0-9.]+ .?B are needed, [0-9.]+ kB are free; make room", done.output), done.output
+    assert re.search(
+        r"x\.zarr: [0-9.]+ .?B are needed, [0-9.]+ kB are free \(with 30.7 kB in reserve\); make room", done.output
+    ), done.output
     assert require_whole_blocks(disk) == 0
     disk.mount("remount,size=8m")
     assert disk.extract().code == 0, disk.text()

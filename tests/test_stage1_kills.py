@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import pytest
 from fault_calls import WRITES, Event, Kill, Whom
-from fault_client import BAD_DOCUMENT, DOCUMENTS
+from fault_client import BAD_DOCUMENT, DOCUMENTS, folder_of_a_test
 from fault_extraction import Trial, command, draw_kill, occurrence, reference, require_whole, server, sites
 
 pytestmark = pytest.mark.crash
@@ -24,6 +24,12 @@ SEED = int(os.environ.get("DFLASH_FAULT_SEED", "3"))
 TRIALS_OF_A_SLICE = 20
 PARTS = 12
 WHOM: tuple[Whom, ...] = ("caller", "everyone")
+
+
+@pytest.fixture(name="tmp_path")
+def folder() -> Iterator[Path]:
+    """Where the trials lie: on a memory disk, if there is one."""
+    yield from folder_of_a_test()
 
 
 def random_trial(folder: Path, name: str) -> int:
@@ -82,8 +88,8 @@ def test_every_kind_of_call_is_seen() -> None:
 
 
 def test_killed_at_random(tmp_path: Path) -> None:
-    landed = sum(random_trial(tmp_path, f"quick-{number}") for number in range(12))
-    assert landed >= 8
+    landed = sum(random_trial(tmp_path, f"quick-{number}") for number in range(9))
+    assert landed >= 6
 
 
 @pytest.mark.slow

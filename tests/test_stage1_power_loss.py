@@ -7,12 +7,13 @@ import os
 import random
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from fault_calls import Event, Kill, Whom
+from fault_client import folder_of_a_test
 from fault_extraction import Trial, arrays_and_target, draw_kill, reference, require_whole
 from fault_power import Disk, Mode
 
@@ -54,6 +55,12 @@ def require_recorded_blocks(trial: Trial) -> None:
         assert ours == theirs, f"block {block} is recorded and not whole\n{trial.text()}"
 
 
+@pytest.fixture(name="tmp_path")
+def folder() -> Iterator[Path]:
+    """Where the trials lie: on a memory disk, if there is one."""
+    yield from folder_of_a_test()
+
+
 def random_trial(folder: Path, name: str) -> int:
     rng = random.Random(f"{SEED}/{name}")
     trial = Trial(folder / name)
@@ -69,7 +76,7 @@ def random_trial(folder: Path, name: str) -> int:
 
 
 def test_power_lost_at_random(tmp_path: Path) -> None:
-    for number in range(8):
+    for number in range(6):
         random_trial(tmp_path, f"quick-{number}")
 
 

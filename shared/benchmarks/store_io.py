@@ -35,7 +35,7 @@ class StoreIoConfig:
     dir: Path | None = knob(None, help="Folder on the disk to measure; default: a temporary one.")
     taps: int = knob(5, help="Tapped layers.")
     hidden: int = knob(5120, help="Hidden size.")
-    gigabytes: float = knob(0.6, help="Features of one block in bf16; --rounds blocks and a copy lie on the disk.")
+    gigabytes: float = knob(0.8, help="Features of one block in bf16; --rounds blocks and a copy lie on the disk.")
     tokens: int | None = knob(None, help="Tokens of one block, instead of --gigabytes.")
     length: int = knob(1100, help="Median length of a document in tokens.")
     precision: tuple[str, ...] = knob(("bfloat16", "int8"), help="bfloat16, int8 or both.")
