@@ -32,6 +32,16 @@ def report(*arguments: object) -> dict[str, Any]:
     return found
 
 
+def verify(store: Path, *more: object) -> Result:
+    """`dflash store verify STORE`."""
+    return run("store", "verify", store, *more)
+
+
+def found(store: Path, *more: object) -> dict[str, Any]:
+    """What `dflash store verify --json` says."""
+    return dict(json.loads(verify(store, "--json", *more).stdout))
+
+
 def fault(result: Result) -> DflashError:
     """The user's fault that a command ended with: one line."""
     assert isinstance(result.exception, DflashError), result.output + repr(result.exception)

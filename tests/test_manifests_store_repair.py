@@ -7,11 +7,9 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import Result
-from commands import fault, flip, run
+from commands import fault, flip, found, run, verify
 from small_store import SmallStore, make_small_store
 from tiny_target import save_target
 
@@ -26,14 +24,6 @@ from shared.launch import LaunchSpec
 from stage1_extract import worker
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-
-
-def verify(store: Path, *more: object) -> Result:
-    return run("store", "verify", store, *more)
-
-
-def found(store: Path, *more: object) -> dict[str, Any]:
-    return dict(json.loads(verify(store, "--json", *more).stdout))
 
 
 @pytest.fixture(params=["bfloat16", "int8"])

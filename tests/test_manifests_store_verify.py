@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -11,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import Result
-from commands import fault, flip, run
+from commands import fault, flip, found, verify
 from small_store import LENGTHS, SmallStore, make_small_store
 
 from manifests.blocks import open_store, recorded_blocks
@@ -25,14 +23,6 @@ from shared.errors import ConfigRefused, StoreMissing
 from shared.shard_file import ShardGrid
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-
-
-def verify(store: Path, *more: object) -> Result:
-    return run("store", "verify", store, *more)
-
-
-def found(store: Path, *more: object) -> dict[str, Any]:
-    return dict(json.loads(verify(store, "--json", *more).stdout))
 
 
 @pytest.fixture(params=["bfloat16", "int8"])
