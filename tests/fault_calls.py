@@ -84,11 +84,11 @@ class Calls:
         # The real calls, whatever is installed over them later.
         self._os = {name: getattr(os, name) for name in (*WRITES, *_BY_PATH, "open", "fsync", "fdatasync", "ftruncate")}
         self._open = io.open
-        self._log = -1
+        self.descriptor = -1  # the log's; a forked worker must keep it
 
     def install(self) -> None:
         """Replace the calls in this process and, by fork, in its children."""
-        self._log = self._os["open"](self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+        self.descriptor = self._os["open"](self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         for name in WRITES:
             setattr(os, name, functools.partial(self._write, name))
         for name in ("fsync", "fdatasync", "ftruncate"):
@@ -97,11 +97,6 @@ class Calls:
             setattr(os, name, functools.partial(self._on_path, name))
         os.open = self._os_open
         builtins.open = io.open = self._io_open  # type: ignore[assignment]
-
-    @property
-    def descriptor(self) -> int:
-        """The log's descriptor, which a forked worker must keep."""
-        return self._log
 
     def _around(self, kind: str, path: str, real: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
         """Make the real call of something below the root; log it, and die before, in or after it if planned."""
@@ -150,7 +145,7 @@ class Calls:
 
     def _write_event(self, kind: str, path: str, inode: int, state: Any) -> None:
         event = (self.role, kind, self._relative(path), inode, state)
-        self._os["write"](self._log, pickle.dumps(event))
+        self._os["write"](self.descriptor, pickle.dumps(event))
 
     def _relative(self, path: str) -> str:
         return "." if path == self.root[:-1] else path.removeprefix(self.root)
