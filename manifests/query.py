@@ -138,9 +138,3 @@ def ask(roots: Sequence[Path], sql: str) -> Answer:
             return Answer(list(names), list(types), cursor.fetchall())
     except duckdb.Error as error:
         raise ConfigRefused(f"the query was refused: {str(error).splitlines()[0]}") from error
-
-
-def run_sql(roots: Sequence[Path], sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Column names and rows of `ask`."""
-    answer = ask(roots, sql)
-    return answer.names, answer.rows

@@ -22,7 +22,7 @@ from shared.documents import DocumentRef
 from shared.progress import progress
 from shared.shard_file import Array
 from shared.store import Arrays, TeacherStore, differences
-from shared.store_layout import ARRAYS
+from shared.store_layout import ARRAYS, from_bf16
 
 _THREADS = 4
 _NOT_COMPARED = ("store_uuid", "crc32c")
@@ -69,11 +69,6 @@ class Side:
             if (block, name) not in self._channels:
                 self._channels[block, name] = self.store.read_block_array(block, name)
             return self._channels[block, name]
-
-
-def from_bf16(bits: Array) -> Array:
-    """bf16 bit patterns as float32."""
-    return np.asarray(bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def round_to_bf16(values: Array) -> Array:

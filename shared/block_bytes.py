@@ -12,7 +12,7 @@ import numpy as np
 
 from shared.checksum import crc32c
 from shared.errors import StoreDamaged
-from shared.seal import SealedArray, digest, read_seal
+from shared.seal import SealedArray, check_metadata, digest, read_seal
 from shared.shard_file import CRC_BYTES, Array
 from shared.store_files import ShortFile, StoreFiles
 from shared.store_layout import block_name
@@ -26,17 +26,8 @@ def block_files(files: StoreFiles, block: int, seal: str) -> Iterator[tuple[str,
         for shard in range(array.grid.num_shards()):
             name = array.grid.file(shard).removeprefix(f"{folder}/")
             yield name, _shard(files, array, shard)
-        data = _bytes(files, f"{array.grid.name}/zarr.json")
-        if (actual := crc32c(data)) != array.metadata:
-            raise StoreDamaged(
-                f"{files.show(f'{array.grid.name}/zarr.json')} fails its checksum: {actual:08x}, sealed "
-                f"{array.metadata:08x}"
-            )
-        yield f"{prefix}/zarr.json", np.frombuffer(data, np.uint8)
-    data = _bytes(files, f"{folder}/zarr.json")
-    if digest(data) != seal:
-        raise StoreDamaged(f"{files.show(f'{folder}/zarr.json')} changed while the block was read")
-    yield "zarr.json", np.frombuffer(data, np.uint8)
+        yield f"{prefix}/zarr.json", np.frombuffer(check_metadata(files, array), np.uint8)
+    yield "zarr.json", np.frombuffer(_group(files, f"{folder}/zarr.json", seal), np.uint8)
 
 
 def file_sizes(files: StoreFiles, block: int, seal: str) -> dict[str, int | None]:
@@ -50,11 +41,14 @@ def file_sizes(files: StoreFiles, block: int, seal: str) -> dict[str, int | None
     return sizes
 
 
-def _bytes(files: StoreFiles, name: str) -> bytes:
+def _group(files: StoreFiles, name: str, seal: str) -> bytes:
     try:
-        return files.read_bytes(name)
+        data = files.read_bytes(name)
     except FileNotFoundError as error:
         raise StoreDamaged(f"{files.show(name)} is missing") from error
+    if digest(data) != seal:
+        raise StoreDamaged(f"{files.show(name)} changed while the block was read")
+    return data
 
 
 def _shard(files: StoreFiles, array: SealedArray, shard: int) -> Array:

@@ -88,12 +88,13 @@ def read_seal(files: StoreFiles, block: int, seal: str) -> Sealed:
     return arrays
 
 
-def check_metadata(files: StoreFiles, array: SealedArray) -> None:
-    """Raise StoreDamaged unless the array's own zarr.json is the sealed one (plain zarr readers go by it)."""
+def check_metadata(files: StoreFiles, array: SealedArray) -> bytes:
+    """The array's own zarr.json (plain zarr readers go by it). Raises StoreDamaged unless it is the sealed one."""
     name = f"{array.grid.name}/zarr.json"
     try:
-        actual = crc32c(files.read_bytes(name))
+        data = files.read_bytes(name)
     except FileNotFoundError as error:
         raise StoreDamaged(f"{files.show(name)} is missing") from error
-    if actual != array.metadata:
+    if (actual := crc32c(data)) != array.metadata:
         raise StoreDamaged(f"{files.show(name)} fails its checksum: {actual:08x}, sealed {array.metadata:08x}")
+    return data

@@ -106,6 +106,11 @@ def chunks_of(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple
     return (chunk, *shape[1:]), (shard, *shape[1:])
 
 
+def from_bf16(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """float32 of bf16 bit patterns (uint16)."""
+    return np.asarray(bits.astype(np.uint32) << 16).view(np.float32)
+
+
 def array_metadata(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """The Zarr v3 metadata document of one array; the same bytes whatever version of zarr is installed."""
     layout = ARRAYS[name]

@@ -24,7 +24,7 @@ from manifests.records import DocumentRecord, ShardRecord, SkipRecord
 from shared.errors import NonFinite
 from shared.rows import PreparedRows
 from shared.store import Arrays
-from shared.store_layout import block_name
+from shared.store_layout import block_name, from_bf16
 from shared.store_write import write_block
 from stage1_extract.block_encoder import BlockEncoder, EncodedBatch, to_host
 from stage1_extract.headroom import Headroom
@@ -178,7 +178,7 @@ class BlockWriter:
         arrays["document_index"] = np.asarray(order, dtype=np.int64)
         arrays["document_split"] = np.asarray([splits[document] == "heldout" for document in order], dtype=np.uint8)
         written = _publish(self.store, block.number, arrays)
-        mass = np.exp(_from_bf16(arrays["topk_logits"]) - arrays["logsumexp"][:, None]).sum(axis=1)
+        mass = np.exp(from_bf16(arrays["topk_logits"]) - arrays["logsumexp"][:, None]).sum(axis=1)
         self._ledger.append(*self._document_records(block.number, written["seal"], arrays, mass))
         self._ledger.append(
             ShardRecord(
@@ -236,8 +236,3 @@ def _publish(store: Path, block: int, arrays: Arrays) -> dict[str, Any]:
     if final.exists():
         shutil.rmtree(final)
     return write_block(store, block, arrays)
-
-
-def _from_bf16(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """bf16 bit patterns as float32."""
-    return np.asarray(bits.astype(np.uint32) << 16).view(np.float32)

@@ -27,7 +27,7 @@ from shared.launch import LaunchSpec, run_workers
 from shared.progress import duration, say, summary
 from shared.provenance import distribution_version
 from shared.rows import PreparedRows
-from shared.store import read_identity, require_same
+from shared.store import comparable, read_identity, require_same
 from shared.store_write import create
 from shared.target_identity import find_target, load_tokenizer, target_identity
 from stage1_extract.config import Dtype, ExtractConfig
@@ -54,7 +54,7 @@ def run(config: ExtractConfig) -> None:
         read(config.out, "shards")
     )  # also blocks that were withdrawn since: what is made again must be the same
     if begun:
-        require_same(read_identity(config.out), _without_names(identity), config.out)
+        require_same(read_identity(config.out), comparable(identity), config.out)
     elif (config.out / "target").exists() and not (config.out / "store.json").exists():
         raise ConfigRefused(
             f"{config.out / 'target'} is no part of a store and would be in its way; choose another --out"
@@ -176,12 +176,6 @@ def make_identity(config: ExtractConfig, rows: PreparedRows, dtype: str) -> dict
         "documents": rows.n_documents,
         "tokens": int(rows.offsets[-1]),
     }
-
-
-def _without_names(identity: dict[str, Any]) -> dict[str, Any]:
-    """The same weights in a renamed folder are the same target."""
-    target = {key: value for key, value in identity["target"].items() if key not in ("name", "kind", "revision")}
-    return identity | {"target": target}
 
 
 def _require_space(

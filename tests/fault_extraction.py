@@ -19,7 +19,7 @@ from typing import Any
 from fault_calls import WRITES, Event, Kill, Whom, read_log
 from fault_client import server
 
-from manifests.query import run_sql
+from manifests.query import ask
 
 
 @dataclass
@@ -180,7 +180,8 @@ def arrays_and_target(store: Path) -> dict[str, bytes]:
 
 def counts(store: Path) -> dict[str, Any]:
     """What `dflash query` answers about the store."""
-    names, rows = run_sql([store], QUERY)
+    answer = ask([store], QUERY)
+    names, rows = answer.names, answer.rows
     return dict(zip(names, rows[0], strict=True))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from manifests.commit import Ledger, damaged_lines, files_of, read
 from manifests.folders import run_folders
-from manifests.query import ask, connect, named_queries, run_sql
+from manifests.query import ask, connect, named_queries
 from manifests.records import KINDS, DocumentRecord, EventRecord, MetricRecord, RunRecord, ShardRecord
 from shared.errors import ConfigRefused
 
@@ -32,7 +32,8 @@ def main(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_kind_and_named_query_works_on_nothing(tmp_path: Path) -> None:
     for name in [*KINDS, "folders", *named_queries()]:
-        names, rows = run_sql([tmp_path, tmp_path / "absent"], f"SELECT * FROM {name}")
+        answer = ask([tmp_path, tmp_path / "absent"], f"SELECT * FROM {name}")
+        names, rows = answer.names, answer.rows
         assert rows == []
         assert names
 
@@ -43,7 +44,7 @@ def test_records_of_many_folders_with_awkward_names(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         Ledger(folder, "w0").append(shard(0, 100 * (i + 1)))
     assert run_folders([tmp_path]) == sorted(folders)
-    _, rows = run_sql([tmp_path], "SELECT folder, tokens FROM shards ORDER BY tokens")
+    rows = ask([tmp_path], "SELECT folder, tokens FROM shards ORDER BY tokens").rows
     assert rows == [(str(folder), 100 * (i + 1)) for i, folder in enumerate(folders)]
     for folder in folders:
         done = main("query", "SELECT count(*) AS n FROM shards", "--in", str(folder), "--csv")
@@ -54,7 +55,7 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
     folder = tmp_path / "caf\udce9"
     folder.mkdir()
     Ledger(folder, "w0").append(shard(0))
-    _, rows = run_sql([tmp_path], "SELECT progress.folder FROM progress JOIN folders USING (folder)")
+    rows = ask([tmp_path], "SELECT progress.folder FROM progress JOIN folders USING (folder)").rows
     assert rows == [(f"{tmp_path}/caf?",)]
 
 
@@ -63,9 +64,9 @@ def test_every_value_comes_back_as_it_was_written(tmp_path: Path) -> None:
     detail = {"nested": {"list": [1, 2.5, None, "x"]}, "awkward": awkward}
     Ledger(tmp_path, "w").append(RunRecord(run_id=awkward, command="train", state="failed", detail=detail))
     Ledger(tmp_path, "w").append(metric(2**62, 5e-324))
-    ((run_id, code, text),) = run_sql([tmp_path], "SELECT run_id, exit_code, detail FROM runs")[1]
+    ((run_id, code, text),) = ask([tmp_path], "SELECT run_id, exit_code, detail FROM runs").rows
     assert (run_id, code, json.loads(text)) == (awkward, None, detail)
-    assert run_sql([tmp_path], "SELECT global_step, value FROM metrics")[1] == [(2**62, 5e-324)]
+    assert ask([tmp_path], "SELECT global_step, value FROM metrics").rows == [(2**62, 5e-324)]
 
 
 def damage(folder: Path, how: str) -> None:
@@ -107,7 +108,7 @@ def test_what_fails_its_checksum_never_shows_up_and_is_told(
     for number in range(4):
         ledger.append(EventRecord(run_id="a", event=f"event-{number}"))
     damage(tmp_path, how)
-    _, rows = run_sql([tmp_path], "SELECT event FROM events ORDER BY event")
+    rows = ask([tmp_path], "SELECT event FROM events ORDER BY event").rows
     assert rows == [(f"event-{number}",) for number in sorted(left)]
     assert rows == [(record["event"],) for record in read(tmp_path, "events")]
     told = capsys.readouterr().err
@@ -133,8 +134,8 @@ def test_partly_written_folders(tmp_path: Path, state: str) -> None:
     if state != "empty":
         Ledger(manifest.parent, "other").append(shard(3))
     for name in [*KINDS, "folders", *named_queries()]:
-        run_sql([tmp_path], f"SELECT * FROM {name}")
-    assert len(run_sql([tmp_path], "SELECT * FROM shards")[1]) == (state != "empty")
+        ask([tmp_path], f"SELECT * FROM {name}")
+    assert len(ask([tmp_path], "SELECT * FROM shards").rows) == (state != "empty")
 
 
 def test_only_what_a_query_names_is_read(tmp_path: Path) -> None:
@@ -165,8 +166,8 @@ def test_only_what_a_query_names_is_read(tmp_path: Path) -> None:
     everything = {"runs", "shards", "documents", "folders"}
     assert loaded("SELECT * FROM query_table('ru' || 'ns')") == everything
     assert loaded("SELECT * FROM query('SELECT * FROM run' || 's')") == everything
-    assert run_sql([tmp_path], "SELECT state FROM query_table('ru' || 'ns')")[1] == [("started",)]
-    assert len(run_sql([tmp_path], "SHOW TABLES")[1]) == len(KINDS) + 1 + len(named_queries())
+    assert ask([tmp_path], "SELECT state FROM query_table('ru' || 'ns')").rows == [("started",)]
+    assert len(ask([tmp_path], "SHOW TABLES").rows) == len(KINDS) + 1 + len(named_queries())
 
 
 BARRED = (
@@ -301,14 +302,14 @@ def test_nothing_but_reading_the_manifests(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_in_memory_goes_to_no_disk(tmp_path: Path) -> None:
     settings = "current_setting('temp_directory'), current_setting('enable_external_access')"
-    assert run_sql([tmp_path], f"SELECT {settings}")[1] == [("", False)]
+    assert ask([tmp_path], f"SELECT {settings}").rows == [("", False)]
 
 
 def test_a_python_variable_is_not_a_table(tmp_path: Path) -> None:
     secret = {"a": [1]}
     assert secret
     with pytest.raises(ConfigRefused):
-        run_sql([tmp_path], "SELECT * FROM secret")
+        ask([tmp_path], "SELECT * FROM secret")
 
 
 def test_twenty_queries_while_a_run_writes(tmp_path: Path) -> None:
@@ -332,7 +333,7 @@ for step in range(1000000):
             sql = f"SELECT (SELECT count(*) FROM loss_curve), ({strange})"
             for _ in range(20):
                 least = int(child.stdout.readline()) + 1
-                ((count, wrong),) = run_sql([tmp_path], sql)[1]
+                ((count, wrong),) = ask([tmp_path], sql).rows
                 assert count >= max(least, counts[-1])
                 assert wrong == 0
                 counts.append(count)
@@ -431,5 +432,5 @@ def test_a_hundred_thousand_documents_take_less_than_two_seconds(tmp_path: Path)
         )
         ledger.append(shard(block, seal="0" * 32))
     started = time.monotonic()
-    assert run_sql([tmp_path], "SELECT documents FROM documents_by_source")[1] == [(100_000,)]
+    assert ask([tmp_path], "SELECT documents FROM documents_by_source").rows == [(100_000,)]
     assert time.monotonic() - started < 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manifests.commit import Ledger, files_of, read
-from manifests.query import run_sql
+from manifests.query import ask
 from manifests.records import RunRecord, ShardRecord
 from manifests.runs import is_owned, recorded
 from manifests.status import status_of, statuses
@@ -51,7 +51,7 @@ def test_a_refused_command_does_not_make_a_finished_run_failed(tmp_path: Path) -
     with pytest.raises(CheckpointMismatch), recorded(tmp_path, "train", {}):
         raise CheckpointMismatch("block_size is 16, 8 asked")
     assert status_of(tmp_path).state == "finished"
-    _, rows = run_sql([tmp_path], "SELECT state FROM run_states")
+    rows = ask([tmp_path], "SELECT state FROM run_states").rows
     assert rows == [("finished",)]
 
 

@@ -19,14 +19,14 @@ from manifests.blocks import open_store, recorded_blocks
 from manifests.commit import Ledger
 from manifests.lines import line_of
 from manifests.records import DocumentRecord, ShardRecord
-from manifests.store_comparison import from_bf16, round_to_bf16
+from manifests.store_comparison import round_to_bf16
 from manifests.store_gc import require_only_unfinished
 from shared.atomic import owned
 from shared.cli import cli
 from shared.documents import write_index
 from shared.errors import RunBusy, StoreDamaged, StoreMissing, StoresDiffer
 from shared.quantise import channel_scales, decode, encode
-from shared.store_layout import ARRAYS
+from shared.store_layout import ARRAYS, from_bf16
 
 PRECISIONS = ("bfloat16", "int8")
 
