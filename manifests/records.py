@@ -88,7 +88,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRecord:
-    """One number at one step: split is train or heldout."""
+    """One number at one step: split is train, heldout, speed or memory."""
 
     run_id: str
     global_step: int

@@ -129,6 +129,8 @@ def read_index(files: StoreFiles, snapshot: str) -> Documents | None:
         if (header["what"], header["snapshot"], header["crc32c"]) != (_MAGIC, snapshot, crc32c(payload)):
             return None
         count, offset, columns = int(header["documents"]), 0, {}
+        if len(payload) != count * sum(np.dtype(kind).itemsize for kind in _COLUMNS.values()):
+            return None  # the count is the only word of the header that the checksum does not vouch for
         for name, kind in _COLUMNS.items():
             columns[name] = np.frombuffer(payload, kind, count, offset)
             offset += columns[name].nbytes

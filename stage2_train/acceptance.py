@@ -2,10 +2,11 @@
 
 Called by stage2_train.evaluate with the cycles that stage2_train.decode recorded.
 
-Definitions. A cycle is one verification by the target. Its first slot is the anchor (known), its other slots
-1 .. B-1 hold drafts. `accepted` drafts pass, then the target adds one token of its own, the bonus (or the
-correction): a cycle gains accepted + 1 tokens, so a length lies between 1 and B. Tokens after an end-of-sequence
-token or beyond the token limit are not counted. The token sampled by the prefill is not part of any cycle.
+Definitions. A cycle is one verification by the target: of the anchor (known) and D drafts behind it, of which draft k
+is the k-th token after the anchor. D is B-1 for a block of B slots, and B with shifted labels. `accepted` drafts pass,
+then the target adds one token of its own, the bonus (or the correction): a cycle gains accepted + 1 tokens, so a length
+lies between 1 and D+1. Tokens after an end-of-sequence token or beyond the token limit are not counted. The token
+sampled by the prefill is not part of any cycle.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One verification: drafts that passed (0..B-1) and tokens kept of accepted + 1 (fewer at the end of a text)."""
+    """One verification: drafts that passed (0..D) and tokens kept of accepted + 1 (fewer at the end of a text)."""
 
     accepted: int
     kept: int
@@ -53,23 +54,21 @@ def acceptance_length_macro(prompts: Sequence[Sequence[Cycle]]) -> float | None:
 
 
 def acceptance_per_position(
-    prompts: Sequence[Sequence[Cycle]], block_size: int
+    prompts: Sequence[Sequence[Cycle]], drafts: int
 ) -> tuple[list[float | None], list[float | None]]:
-    """P(slot k accepted) and P(slot k accepted | slot k-1 accepted) for k = 1 .. B-1.
+    """P(draft k accepted) and P(draft k accepted | draft k-1 accepted) for k = 1 .. `drafts`.
 
-    A cycle judges slot k unless its text ended before that slot. Slots never judged give None, not 0.
+    A cycle judges draft k unless its text ended before it. Drafts never judged give None, not 0.
     """
-    judged = np.zeros(block_size, dtype=np.int64)
-    reached = np.zeros(block_size, dtype=np.int64)
-    accepted = np.zeros(block_size, dtype=np.int64)
+    judged, reached, accepted = np.zeros((3, drafts + 1), dtype=np.int64)
     for cycles in prompts:
         for cycle in cycles:
-            last = cycle.kept if cycle.cut else block_size - 1
+            last = cycle.kept if cycle.cut else drafts
             judged[1 : last + 1] += 1
             reached[1 : min(cycle.accepted + 1, last) + 1] += 1
             accepted[1 : min(cycle.accepted, last) + 1] += 1
-    plain = [float(accepted[k] / judged[k]) if judged[k] else None for k in range(1, block_size)]
-    conditional = [float(accepted[k] / reached[k]) if reached[k] else None for k in range(1, block_size)]
+    plain = [float(accepted[k] / judged[k]) if judged[k] else None for k in range(1, drafts + 1)]
+    conditional = [float(accepted[k] / reached[k]) if reached[k] else None for k in range(1, drafts + 1)]
     return plain, conditional
 
 

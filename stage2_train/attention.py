@@ -20,6 +20,7 @@ from stage2_train.drafter_config import LayerKind
 
 TILE = 128
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+TileLists = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -143,61 +144,85 @@ def grouped_mask(layout: Layout, kind: LayerKind, dtype: torch.dtype) -> Grouped
     return GroupedMask(tuple(groups), layout.context_length)
 
 
-def block_mask(layout: Layout, kind: LayerKind) -> BlockMask:
-    """The same rule as flex_attention tiles of 128 x 128, worked out from ranges instead of testing Q x KV pairs.
+class Tiles:
+    """`tile_tables`; `compile` makes it one graph for each kind of layer."""
 
-    Every query's visible keys are two intervals (context, own block). A tile is skipped when no interval touches it,
-    needs no test when the context interval of all its queries covers it, and is tested pair by pair otherwise.
-    Index tensors keep full width and the full-tile ones are always given: both change the compiled graph otherwise.
+    def __init__(self) -> None:
+        self._tables: Callable[..., TileLists] = tile_tables
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Mark for compilation at the first call."""
+        self._tables = torch.compile(tile_tables, fullgraph=True, dynamic=False, backend=backend)
+
+    def __call__(self, layout: Layout, kind: LayerKind) -> TileLists:
+        """`tile_tables` of a layout."""
+        return self._tables(layout.start, layout.end, layout.context_length, layout.block_size, kind)
+
+
+def block_mask(layout: Layout, kind: LayerKind, tiles: Tiles | None = None) -> BlockMask:
+    """The same rule as flex_attention tiles of 128 x 128, listed by `tiles`.
+
+    Built by the constructor: from_kv_blocks would work out the query side again, in a dozen kernels more.
     """
-    rows, blocks = layout.start.shape
-    size, length, device = layout.block_size, layout.context_length, layout.start.device
-    queries = blocks * size
-    q_tiles, kv_tiles = -(-queries // TILE), -(-(length + queries) // TILE)
-    slot = torch.arange(size, dtype=torch.int32, device=device).repeat(blocks)
-    first = torch.arange(0, queries, size, dtype=torch.int32, device=device).repeat_interleave(size) + length
-    low, high = (edge.repeat_interleave(size, dim=1) for edge in (layout.start, layout.end))
-    own_low, own_high = first.clone(), first + size
-    if kind.causal:
-        own_high = first + slot + 1
-    if kind.window is not None:
-        low = torch.maximum(low, high + slot - (kind.window - 1))
-        own_low = torch.maximum(own_low, first + slot - (kind.window - 1))
-        own_high = torch.minimum(own_high, first + slot + kind.window)
-    left = torch.arange(kv_tiles, dtype=torch.int32, device=device) * TILE
-    right = left + TILE
-    low, high = low[..., None], high[..., None]
-    context_right = right.clamp(max=length)
-    touched = torch.minimum(high, context_right) > torch.maximum(low, left)
-    touched = touched | (torch.minimum(own_high[:, None], right) > torch.maximum(own_low[:, None], left))
-    covered = (low <= left) & (high >= right) & (right <= length)
-    pad = q_tiles * TILE - queries
-    touched = torch.nn.functional.pad(touched, (0, 0, 0, pad), value=False)
-    covered = torch.nn.functional.pad(covered, (0, 0, 0, pad), value=True)
-    full = covered.view(rows, q_tiles, TILE, kv_tiles).all(2)
-    partial = touched.view(rows, q_tiles, TILE, kv_tiles).any(2) & ~full
-    numbers, indices = _tile_lists(partial)
-    full_numbers, full_indices = _tile_lists(full)
-    return BlockMask.from_kv_blocks(
-        numbers,
-        indices,
-        full_numbers,
-        full_indices,
-        BLOCK_SIZE=TILE,
+    queries = layout.start.shape[1] * layout.block_size
+    lists = (tiles or Tiles())(layout, kind)
+    return BlockMask(
+        (queries, layout.context_length + queries),
+        *lists,
+        BLOCK_SIZE=(TILE, TILE),
         mask_mod=mask_mod(layout, kind),
-        seq_lengths=(queries, length + queries),
     )
 
 
+def tile_tables(start: Tensor, end: Tensor, context_length: int, block_size: int, kind: LayerKind) -> TileLists:
+    """The eight int32 lists of a BlockMask, in its order, from ranges [R,N] instead of testing Q x KV pairs.
+
+    Every query's visible keys are two intervals (context, own block). A tile is skipped when no interval touches it,
+    needs no test when the context interval of all its queries covers it, and is tested pair by pair otherwise.
+    Lists keep full width and the full-tile ones are always given: both change the graph of a layer otherwise.
+
+    The region "mask builder" of the compile contract, one graph per kind of layer: ranges are tensors, sizes constants.
+    """
+    rows, blocks = start.shape
+    queries = blocks * block_size
+    q_tiles, kv_tiles = -(-queries // TILE), -(-(context_length + queries) // TILE)
+    query = torch.arange(q_tiles * TILE, dtype=torch.int32, device=start.device)
+    block = torch.clamp(query // block_size, max=blocks - 1)
+    slot = query - block * block_size
+    low, high = start[:, block], end[:, block]
+    own_low = context_length + block * block_size
+    own_high = own_low + (slot + 1 if kind.causal else block_size)
+    if kind.window is not None:
+        nearest = slot - (kind.window - 1)
+        low = torch.maximum(low, high + nearest)
+        own_high = torch.minimum(own_high, own_low + slot + kind.window)
+        own_low = torch.maximum(own_low, own_low + nearest)
+    real = query < queries
+    left = torch.arange(kv_tiles, dtype=torch.int32, device=start.device) * TILE
+    right = left + TILE
+    low, high = low[..., None], high[..., None]
+    touched = torch.minimum(high, right.clamp(max=context_length)) > torch.maximum(low, left)
+    touched = touched | (torch.minimum(own_high[:, None], right) > torch.maximum(own_low[:, None], left))
+    covered = (low <= left) & (high >= right) & (right <= context_length)
+    full = (covered | ~real[:, None]).view(rows, q_tiles, TILE, kv_tiles).all(2)
+    partial = (touched & real[:, None]).view(rows, q_tiles, TILE, kv_tiles).any(2) & ~full
+    return (*_tile_lists(partial), *_tile_lists(full), *_tile_lists(partial.mT), *_tile_lists(full.mT))
+
+
 def _tile_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[R,1,QT] counts and [R,1,QT,KT] tile indices, the chosen ones first and ascending."""
-    order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
+    """[R,1,QT] counts and [R,1,QT,KT] tile indices, the chosen ones first and both parts ascending.
+
+    By a stable sort: running counts and a scatter are fewer kernels, but torch 2.11 cannot compile them for a GPU.
+    """
+    order = torch.argsort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[:, None].contiguous(), order.to(torch.int32)[:, None].contiguous()
 
 
-def build_masks(layout: Layout, kinds: Sequence[LayerKind], backend: str, dtype: torch.dtype) -> dict[LayerKind, Mask]:
-    """One mask per kind of layer: BlockMask for backend "flex", GroupedMask in `dtype` for "sdpa"."""
+def build_masks(
+    layout: Layout, kinds: Sequence[LayerKind], backend: str, dtype: torch.dtype, tiles: Tiles | None = None
+) -> dict[LayerKind, Mask]:
+    """One mask per kind of layer: BlockMask for backend "flex" (by `tiles`), GroupedMask in `dtype` for "sdpa"."""
     distinct = dict.fromkeys(kinds)
     if backend == "flex":
-        return {kind: block_mask(layout, kind) for kind in distinct}
+        return {kind: block_mask(layout, kind, tiles) for kind in distinct}
     return {kind: grouped_mask(layout, kind, dtype) for kind in distinct}

@@ -9,7 +9,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,10 +31,22 @@ from stage2_train.checkpoint_folder import (
 )
 from stage2_train.drafter import Drafter
 from stage2_train.drafter_config import DrafterConfig
-from stage2_train.schedule import Optimizer
+from stage2_train.sharding import fill_weights, whole_weights
 
 EXPORTED_FILE = "model.safetensors"
+# What a checkpoint keeps of run.json.
+RUN_KEYS = ("config", "drafter", "store", "total_steps", "warm_start")
 _ADVICE = "delete that folder: training goes on from the checkpoint before it, and an export is made again"
+
+
+class Optimizer(Protocol):
+    """What is needed of an optimizer here: its state in whole tensors."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +58,26 @@ class Snapshot:
     acceptance_length_estimate: float | None
 
 
+def contents(drafter: Drafter, optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Weights and optimizer state as they are written, the same whatever the number of ranks and their shares.
+
+    Of a sharded drafter this is a collective, and only rank 0 gets the tensors.
+    """
+    return whole_weights(drafter), optimizer.state_dict()
+
+
 def save(run_dir: Path, drafter: Drafter, optimizer: Optimizer, snapshot: Snapshot) -> Path:
     """Write the checkpoint of loop_state["global_step"] aside and publish it by one rename; the record comes after.
 
+    For rank 0; where the drafter is sharded, the other ranks call `contents` meanwhile.
     Replaces a folder of that step left by an earlier save. Raises DiskFull or PathNotWritable with the older
     checkpoints untouched.
     """
     final = folder_of(run_dir, int(snapshot.loop_state["global_step"]))
+    weights, optimizer_state = contents(drafter, optimizer)
     with aside(final) as temporary:
-        write_tensors(temporary / DRAFTER_FILE, drafter.state_dict())
-        write_state(temporary / OPTIMIZER_FILE, optimizer.state_dict())
+        write_tensors(temporary / DRAFTER_FILE, weights)
+        write_state(temporary / OPTIMIZER_FILE, optimizer_state)
         config = drafter.config.to_hf_config() | {"dtype": "float32"}
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         sizes = {entry.name: entry.stat().st_size for entry in sorted(temporary.iterdir())}
@@ -144,4 +166,4 @@ def _load_strictly(drafter: Drafter, tensors: dict[str, torch.Tensor], where: Pa
                 f"{where}: tensor {name} has shape {have}, the config says {want}; the folder is damaged "
                 "or from another drafter"
             )
-    drafter.load_state_dict(tensors)
+    fill_weights(drafter, tensors)

@@ -13,6 +13,9 @@ from typing import Any, Literal
 from shared.config import knob
 from shared.errors import ConfigRefused
 from shared.store_files import beside
+from stage2_train.layer_types import expand_layer_types
+from stage2_train.learning_rate import Rate
+from stage2_train.objectives import Objective
 
 PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -24,6 +27,7 @@ FREE_FIELDS = frozenset(
         "run",
         "target",
         "nproc",
+        "parallel",
         "device",
         "micro_rows",
         "save_every",
@@ -35,6 +39,11 @@ FREE_FIELDS = frozenset(
         "attention",
         "threads",
         "reader_threads",
+        "compile_cache",
+        "prefetch",
+        "tensorboard",
+        "warm_start",  # compared by the weights it named: warm_start.py
+        "activation_checkpointing",
     }
 )
 
@@ -54,6 +63,9 @@ class TrainConfig:
     steps: int | None = knob(None, help="Optimizer steps; default: --epochs passes over the data.")
     epochs: int = knob(6, help="Passes over the training documents when --steps is not given.")
     nproc: int = knob(1, help="Processes, one per device.")
+    parallel: Literal["ddp", "fsdp"] = knob(
+        "ddp", help="ddp: every process holds the drafter; fsdp: a share of it, for less memory and more traffic."
+    )
     device: Literal["auto", "cpu", "cuda"] = knob("auto", help="auto: cuda when there is one.")
     attention: Literal["auto", "flex", "sdpa"] = knob("auto", help="auto: flex on cuda, sdpa on cpu. Never falls back.")
     dtype: Literal["auto", "bfloat16", "float32"] = knob(
@@ -61,7 +73,11 @@ class TrainConfig:
     )
     threads: int | None = knob(None, help="Torch threads per process on a CPU; default: cores / processes.")
 
+    compile_cache: Path | None = knob(
+        None, help="Folder of compiled code for the next start; default: one of your own in the local temporary folder."
+    )
     reader_threads: int = knob(2, help="Threads per process that read documents for the batches to come.")
+    prefetch: int = knob(2, help="Steps per process that are read ahead and wait in main memory.")
 
     batch_rows: int = knob(8, help="Rows per optimizer step, over all processes.")
     micro_rows: int | None = knob(None, help="Rows per forward pass and process; default: all of the process's rows.")
@@ -70,11 +86,27 @@ class TrainConfig:
     block_size: int = knob(16, help="Tokens per block, anchor included.")
 
     optimizer: Literal["adamw", "muon"] = knob("adamw", help="adamw is the paper's; muon learns in fewer steps.")
-    learning_rate: float = knob(6e-4, help="Peak of the cosine.")
+    learning_rate: float = knob(6e-4, help="Peak of the schedule.")
+    schedule: Literal["cosine", "wsd"] = knob(
+        "cosine", help="cosine: down from the warm-up on; wsd: at the peak until the last --decay-ratio of the steps."
+    )
+    decay_ratio: float = knob(0.2, help="wsd: share of the steps, at the end, with a falling rate.")
+    decay_shape: Literal["linear", "sqrt"] = knob("sqrt", help="wsd: the fall with progress x, 1 - x or 1 - sqrt(x).")
     warmup_ratio: float = knob(0.04, help="Share of the steps with a rising rate.")
     min_lr_ratio: float = knob(0.0, help="Last learning rate as a share of the peak.")
     weight_decay: float = knob(0.0, help="AdamW decay of the matrices.")
     clip: float = knob(1.0, help="Largest gradient norm.")
+    loss: Literal["ce", "kl", "mixed"] = knob(
+        "ce", help="ce: of the labels; kl: from the teacher's stored top logits; mixed: both, see --soft-weight."
+    )
+    soft_weight: float = knob(0.5, help="mixed: share of kl.")
+    labels: Literal["data", "teacher"] = knob(
+        "data", help="Tokens to predict: the documents', or at each place the one that the target finds most probable."
+    )
+    weighting: Literal["decay", "dpace", "uniform"] = knob(
+        "decay", help="Weights of a block's slots: by --gamma; by the drafter's own hit rates (D-PACE); all alike."
+    )
+    alpha: float = knob(0.5, help="dpace: smoothing of the hit rates, above 0.")
     gamma: float | None = knob(None, help="Slot k weighs exp(-(k-1)/gamma); default 7, 5, 4 for blocks of 16, 10, 8.")
     seed: int = knob(0, help="Of weights, order and anchors.")
 
@@ -86,25 +118,36 @@ class TrainConfig:
     num_heads: int | None = knob(None, help="Query heads; default 32, fewer below width 2048.")
     num_kv_heads: int | None = knob(None, help="Key/value heads; default 8, fewer below width 2048.")
     head_dim: int | None = knob(None, help="Head size; default 128, 64 below width 2048.")
-    layer_types: tuple[str, ...] = knob(
-        (), help="full_attention or sliding_attention for each layer; default: all full."
-    )
+    layer_types: tuple[str, ...] = knob((), help="full or sliding for each layer (4xsliding,full); default: all full.")
     sliding_window: int | None = knob(None, help="Window of sliding layers in tokens, the query counted.")
     is_causal: bool | None = knob(None, help="Causal inside the block; default: exactly on sliding layers.")
     mask_token_id: int | None = knob(None, help="Default: the store's.")
+    shift_labels: bool = knob(
+        False, help="Slot k predicts token a+k+1 of anchor a, so that a block of B drafts B tokens, not B-1."
+    )
+    slot_0: bool | None = knob(None, help="Slot 0 counts in the loss; default: exactly with --shift-labels.")
+    warm_start: Path | None = knob(
+        None, help="First weights: a drafter folder (published or exported), a checkpoint or a run of this geometry."
+    )
+    activation_checkpointing: bool = knob(
+        False, help="Run each layer's forward again in backward instead of keeping its activations."
+    )
 
     save_every: int = knob(500, help="Steps between checkpoints; the last step is always saved.")
     keep: int = knob(3, help="Newest checkpoints kept, besides the best.")
     eval_every: int = knob(500, help="Steps between held-out estimates; step 0 and the last are always estimated.")
     heldout_documents: int = knob(128, help="Held-out documents of the estimate, at most.")
     log_every: int = knob(10, help="Steps between metric records.")
+    tensorboard: bool = knob(True, help="Write TensorBoard event files, into the run's folder tensorboard.")
     resume: bool = knob(True, help="Continue the run folder's newest complete checkpoint.")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_types", expand_layer_types(self.layer_types))
         for name in (
             "epochs",
             "nproc",
             "reader_threads",
+            "prefetch",
             "batch_rows",
             "max_length",
             "anchors",
@@ -125,7 +168,7 @@ class TrainConfig:
                 f"--max-length {self.max_length} with --block-size {self.block_size}: a block has at least "
                 "2 tokens and a row is longer than a block"
             )
-        for name, low, high in (("warmup_ratio", 0, 1), ("min_lr_ratio", 0, 1)):
+        for name, low, high in (("warmup_ratio", 0, 1), ("min_lr_ratio", 0, 1), ("decay_ratio", 0, 1)):
             if not low <= getattr(self, name) <= high:
                 raise ConfigRefused(
                     f"--{name.replace('_', '-')} is {getattr(self, name)}; it must lie in {low}..{high}"
@@ -133,32 +176,63 @@ class TrainConfig:
         for name in ("learning_rate", "clip"):
             if not getattr(self, name) > 0:
                 raise ConfigRefused(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0")
-        if self.gamma is not None and not self.gamma > 0:
-            raise ConfigRefused(f"--gamma is {self.gamma}; it must be above 0 (a large one weighs all slots alike)")
         if self.device == "cpu" and self.attention == "flex":
             raise ConfigRefused("--attention flex on a CPU: flex_attention has no backward there; use sdpa or auto")
-        self._check_rows()
+        self.objective()
+        self._check_rows(self.nproc)
 
-    def _check_rows(self) -> None:
-        if self.batch_rows % self.nproc:
+    def _check_rows(self, processes: int) -> None:
+        rows, left = divmod(self.batch_rows, processes)
+        if left:
             raise ConfigRefused(
-                f"--batch-rows {self.batch_rows} is not a multiple of --nproc {self.nproc}; "
+                f"--batch-rows {self.batch_rows} is not a multiple of the {processes} processes; "
                 "every process takes the same number of rows"
             )
-        rows = self.batch_rows // self.nproc
-        if self.micro_rows is not None and rows % self.micro_rows:
+        if self.micro_rows is not None and rows % min(self.micro_rows, rows):
             raise ConfigRefused(f"--micro-rows {self.micro_rows} does not divide the {rows} rows of a process")
+
+    def require_processes(self, world_size: int) -> None:
+        """Raise ConfigRefused when so many processes (torchrun's, or --nproc of our launcher) cannot share the work."""
+        self._check_rows(world_size)
+        if self.parallel == "fsdp" and world_size == 1:
+            raise ConfigRefused("--parallel fsdp with 1 process: there is nobody to share with; use ddp")
 
     def rows_per_pass(self, world_size: int) -> int:
         """Rows of one forward pass in one of `world_size` processes."""
         rows = self.batch_rows // world_size
         return rows if self.micro_rows is None else min(self.micro_rows, rows)
 
+    def rate(self, total: int) -> Rate:
+        """The learning-rate schedule of a run of `total` steps."""
+        return Rate(
+            total=total,
+            peak=self.learning_rate,
+            warmup_ratio=self.warmup_ratio,
+            min_ratio=self.min_lr_ratio,
+            schedule=self.schedule,
+            decay_ratio=self.decay_ratio,
+            decay=self.decay_shape,
+        )
+
     def decay_gamma(self) -> float:
         """The loss decay: given, published for the block size, or in the published proportion to it."""
         if self.gamma is not None:
             return self.gamma
         return PUBLISHED_GAMMA.get(self.block_size, (self.block_size - 1) / (15 / 7))
+
+    def objective(self) -> Objective:
+        """What the drafter is trained for. Raises ConfigRefused for values that make no sense."""
+        return Objective(
+            block_size=self.block_size,
+            loss=self.loss,
+            weighting=self.weighting,
+            gamma=self.decay_gamma(),
+            alpha=self.alpha,
+            soft_weight=self.soft_weight,
+            labels=self.labels,
+            shift_labels=self.shift_labels,
+            slot_0=self.shift_labels if self.slot_0 is None else self.slot_0,
+        )
 
     def run_dir(self) -> Path:
         """The run folder: --run, or `<store stem>-train` beside the store (in `runs` when that lies in a bucket)."""
@@ -182,6 +256,8 @@ class TrainConfig:
             "layer_types": self.layer_types or None,
             "sliding_window": self.sliding_window,
             "is_causal": self.is_causal,
+            "shift_labels": self.shift_labels,
+            "slot_0": self.slot_0,
             "vocab_size": identity.get("vocab_size"),
             "num_target_layers": identity.get("num_hidden_layers"),
             **{

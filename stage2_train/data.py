@@ -3,18 +3,20 @@
 Called by train.py and estimate.py. The thread reads files and copies only: compiled code and flex_attention belong to
 the main thread. Next: objective.py (what happens to a batch).
 
-Shapes: R rows, S = max_length tokens, N anchor slots, B slots, F taps, H target hidden, U blocks of a batch.
+Shapes: R rows, S = max_length tokens, N anchor slots, B slots, F taps, H target hidden, K top logits, U store blocks
+of a batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,65 +24,28 @@ from torch import Tensor
 
 from shared.documents import Documents
 from shared.store import TeacherStore
-from stage2_train.anchors import apportion, eligible_anchors, labels, sample_anchors
+from stage2_train.anchors import eligible_anchors, some_anchors, spread_anchors
+from stage2_train.batch import Array, Batch
+from stage2_train.block_layout import BlockLayout
+from stage2_train.objectives import Objective
 from stage2_train.packing import Piece, Row, batches_in, epoch_rows, rank_rows
 
-Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Rows ready to be trained on, in numpy. Unused slots have start = end = 0, count nothing, see only themselves."""
-
-    tensors: dict[str, Tensor]
-    """The memory of the arrays below, by their names: page-locked when a GPU is to copy from it."""
-    features: Array
-    """[R,S,F*H] uint16: bf16 bits of the target's residual streams, or int8 codes; 0 where a row is not full."""
-    scales: Array | None = None
-    """[R,S,F] float32: token scales of int8 codes; None for a bf16 store, like the two below."""
-    channels: Array | None = None
-    """[U,F*H] float32: channel scales of the blocks that the rows' documents come from."""
-    blocks: Array | None = None
-    """[R,S] int32: which row of `channels` a token's codes go with."""
-    context_positions: Array
-    """[R,S] int32: position in the document."""
-    anchor_positions: Array
-    """[R,N] int32: position of the anchor in its document."""
-    anchor_tokens: Array
-    """[R,N] int32."""
-    start: Array
-    """[R,N] int32: row index of the document's first token."""
-    end: Array
-    """[R,N] int32: row index of the anchor."""
-    labels: Array
-    """[R,N,B] int64."""
-    counted: Array
-    """[R,N,B] bool: slots with a label; slot 0 never."""
-    documents: tuple[tuple[int, ...], ...]
-    """Row numbers (in the prepared data) of the documents of each row, to name them in an error."""
-    tokens: int
-    """Context tokens that are not padding."""
-    without_anchors: int
-    """Documents that offer no anchor."""
-
-    def finite_rows(self) -> list[bool]:
-        """Whether each row's features are all finite numbers."""
-        if self.scales is None or self.channels is None or self.blocks is None:
-            # bf16 is not finite exactly when all eight exponent bits are set.
-            return [bool(((row & 0x7F80) != 0x7F80).all()) for row in self.features]
-        fine = np.asarray(np.isfinite(self.channels).all(axis=1))
-        pairs = zip(self.scales, self.blocks, strict=True)
-        return [bool(np.isfinite(scales).all() and fine[blocks].all()) for scales, blocks in pairs]
+Draw = Callable[[Sequence[Array], Sequence[int]], list[Array]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The sizes that never change during a run."""
+    """The sizes that never change during a run, and what the blocks are to learn (by default: Objective's defaults)."""
 
     max_length: int
     anchors: int
     block_size: int
     feature_size: int
+    objective: Objective | None = None
+
+    def goal(self) -> Objective:
+        """The objective that was given, or the default one."""
+        return self.objective or Objective(block_size=self.block_size)
 
 
 class BatchBuilder:
@@ -109,13 +74,31 @@ class BatchBuilder:
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="reader")
         self._taps = len(store.identity["target_layer_ids"])
         self._quantised = store.identity.get("precision") == "int8"
+        self._blocks = BlockLayout(
+            anchors=shapes.anchors,
+            objective=shapes.goal(),
+            topk=int(store.identity.get("topk") or 0),
+            pinned=pinned,
+        )
 
     def lengths(self) -> Array:
         """Tokens of every document, int32 [D]."""
         return self.documents.length
 
     def build(self, rows: Sequence[Row], epoch: int) -> Batch:
-        """Read and lay out `rows`. Raises StoreDamaged naming what cannot be read."""
+        """Read and lay out `rows`, with anchors for training. Raises StoreDamaged naming what cannot be read."""
+        draw = functools.partial(spread_anchors, slots=self.shapes.anchors, seed=self.seed, epoch=epoch)
+        return self._with_blocks(rows, *self._context(rows), draw)
+
+    def follow(self, rows: Sequence[Row], batches: int) -> Iterator[Batch]:
+        """Read `rows` once and give `batches` batches of them, which together have every possible anchor in order."""
+        context = self._context(rows)
+        for number in range(batches):
+            draw = functools.partial(some_anchors, first=number * self.shapes.anchors, slots=self.shapes.anchors)
+            yield self._with_blocks(rows, *context, draw)
+
+    def _context(self, rows: Sequence[Row]) -> tuple[dict[str, Tensor], list[list[dict[str, Array]]]]:
+        """What does not depend on the anchors, and the arrays of each row's documents that blocks are made from."""
         tensors = self._allocate(len(rows))
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         places = [{name: array[number] for name, array in arrays.items()} for number in range(len(rows))]
@@ -124,32 +107,45 @@ class BatchBuilder:
             [self._readers.submit(self._read, place, piece, self._number(blocks, piece)) for piece in row]
             for place, row in zip(places, rows, strict=True)
         ]
-        empty = 0
-        for place, row, documents in zip(places, rows, reads, strict=True):
-            empty += self._fill(place, row, [document.result() for document in documents], epoch)
+        for place, row in zip(places, rows, strict=True):
+            for piece in row:
+                place["context_positions"][piece.offset : piece.offset + piece.length] = np.arange(piece.length)
+            place["features"][sum(piece.length for piece in row) :] = 0
+        documents = [[document.result() for document in row] for row in reads]
         if self._quantised:
             tensors["channels"] = self._channels(list(blocks))
-            arrays["channels"] = tensors["channels"].numpy()
+        return tensors, documents
+
+    def _with_blocks(
+        self, rows: Sequence[Row], context: dict[str, Tensor], read: list[list[dict[str, Array]]], draw: Draw
+    ) -> Batch:
+        tensors = context | self._blocks.allocate(len(rows))
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        covered, coverable, empty = 0, 0, 0
+        names = tuple(tuple(self.documents[piece.document].index for piece in row) for row in rows)
+        for number, (row, documents) in enumerate(zip(rows, read, strict=True)):
+            eligible = [eligible_anchors(document["loss_mask"]) for document in documents]
+            place = {name: arrays[name][number] for name in arrays if name != "channels"}
+            found, possible = self._blocks.fill(place, row, documents, draw(eligible, names[number]))
+            covered, coverable = covered + found, coverable + possible
+            empty += sum(len(anchors) == 0 for anchors in eligible)
         return Batch(
             tensors=tensors,
-            documents=tuple(tuple(self.documents[piece.document].index for piece in row) for row in rows),
+            documents=names,
             tokens=sum(piece.length for row in rows for piece in row),
             without_anchors=empty,
+            covered=covered,
+            coverable=coverable,
             **arrays,
         )
 
     def _allocate(self, count: int) -> dict[str, Tensor]:
-        """All arrays of a batch but the channel scales: zeros, except for the features, which _fill writes in full."""
-        shapes, tokens = self.shapes, (count, self.shapes.max_length)
-        slots = (count, shapes.anchors)
+        """What the rows' documents fill: zeros, except for the features, which _context writes in full."""
+        tokens = (count, self.shapes.max_length)
         tensors = {
-            "features": self._features((*tokens, shapes.feature_size)),
+            "features": self._features((*tokens, self.shapes.feature_size)),
             "context_positions": torch.zeros(tokens, dtype=torch.int32, pin_memory=self.pinned),
-            "labels": torch.zeros((*slots, shapes.block_size), dtype=torch.int64, pin_memory=self.pinned),
-            "counted": torch.zeros((*slots, shapes.block_size), dtype=torch.bool, pin_memory=self.pinned),
         }
-        for name in ("anchor_positions", "anchor_tokens", "start", "end"):
-            tensors[name] = torch.zeros(slots, dtype=torch.int32, pin_memory=self.pinned)
         if self._quantised:
             tensors["scales"] = torch.zeros((*tokens, self._taps), dtype=torch.float32, pin_memory=self.pinned)
             tensors["blocks"] = torch.zeros(tokens, dtype=torch.int32, pin_memory=self.pinned)
@@ -165,27 +161,6 @@ class BatchBuilder:
         """The row of a document's block in the table of channel scales; new blocks are numbered as they come."""
         return blocks.setdefault(int(self.documents.block[piece.document]), len(blocks))
 
-    def _fill(self, arrays: dict[str, Array], row: Row, read: Sequence[dict[str, Array]], epoch: int) -> int:
-        """Lay out one row in its part of the arrays; returns how many of its documents offer no anchor."""
-        eligible = [eligible_anchors(found["loss_mask"]) for found in read]
-        shares = apportion([len(found) for found in eligible], self.shapes.anchors) if row else []
-        slot = end = 0
-        for piece, document, found, share in zip(row, read, eligible, shares, strict=True):
-            end = piece.offset + piece.length
-            arrays["context_positions"][piece.offset : end] = np.arange(piece.length)
-            chosen = sample_anchors(found, share, self.seed, epoch, self.documents[piece.document].index)
-            slots = slice(slot, slot + share)
-            arrays["anchor_positions"][slots] = chosen
-            arrays["anchor_tokens"][slots] = document["input_ids"][chosen]
-            arrays["start"][slots] = piece.offset
-            arrays["end"][slots] = piece.offset + chosen
-            arrays["labels"][slots], arrays["counted"][slots] = labels(
-                document["input_ids"], document["loss_mask"], chosen, self.shapes.block_size
-            )
-            slot += share
-        arrays["features"][end:] = 0
-        return sum(len(found) == 0 for found in eligible)
-
     def _read(self, arrays: dict[str, Array], piece: Piece, block: int) -> dict[str, Array]:
         """One document; its features go from the file straight into their place."""
         ref = dataclasses.replace(self.documents[piece.document], length=piece.length)
@@ -196,7 +171,7 @@ class BatchBuilder:
         else:
             arrays["blocks"][where] = block
             out = {"hidden_states_q": features, "hidden_states_scale": arrays["scales"][where]}
-        return self.store.read_document(ref, ("input_ids", "loss_mask", *out), out)
+        return self.store.read_document(ref, (*self._blocks.stored(), *out), out)
 
     def _channels(self, blocks: Sequence[int]) -> Tensor:
         """float32 [U,F*H] of these blocks, in their order; a batch without a document has one row, of ones."""
@@ -213,6 +188,10 @@ class StepRows:
     epoch: int
     batch: int
     parts: tuple[Batch, ...]
+
+    def placed(self) -> Iterator[Batch]:
+        """The micro-batches in order, each where the step runs; once (device_feed.py copies meanwhile)."""
+        return iter(self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,11 +216,14 @@ def stream(builder: BatchBuilder, share: Share, epoch: int, batch: int) -> Itera
         epoch, batch = epoch + 1, 0
 
 
-class Prefetcher:
+Item = TypeVar("Item")
+
+
+class Prefetcher(Generic[Item]):
     """Runs an iterator in one thread, a few items ahead; its error surfaces at the next `next`."""
 
-    def __init__(self, source: Iterator[StepRows], ahead: int = 2) -> None:
-        self._items: queue.Queue[StepRows | BaseException] = queue.Queue(maxsize=ahead)
+    def __init__(self, source: Iterator[Item], ahead: int = 2) -> None:
+        self._items: queue.Queue[Item | BaseException] = queue.Queue(maxsize=ahead)
         self._source = source
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
@@ -255,7 +237,7 @@ class Prefetcher:
         except BaseException as error:  # noqa: BLE001 - handed to the thread that asks for the next batch
             self._put(error)
 
-    def _put(self, item: StepRows | BaseException) -> bool:
+    def _put(self, item: Item | BaseException) -> bool:
         while not self._closing.is_set():
             try:
                 self._items.put(item, timeout=0.1)
@@ -264,11 +246,17 @@ class Prefetcher:
             return True
         return False
 
-    def __next__(self) -> StepRows:
-        item = self._items.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
+    def __next__(self) -> Item:
+        while True:
+            try:
+                item = self._items.get(timeout=0.1)
+            except queue.Empty:
+                if self._closing.is_set():  # so that a thread that waits here ends too
+                    raise RuntimeError("closed while waiting for the next item") from None
+                continue
+            if isinstance(item, BaseException):
+                raise item
+            return item
 
     def close(self) -> None:
         """Stop the thread; it is gone when this returns."""

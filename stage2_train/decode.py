@@ -4,7 +4,7 @@ One loop, read top-down: prefill, then cycles of draft - verify - commit until e
 same target_decoder, so that their difference in speed is the drafter's. Called by stage2_train.evaluate; read
 target_decoder.py (the target's cache) and draft_cache.py (the drafter's) next.
 
-Shapes: R rows (prompts decoded together), B block size, V vocabulary.
+Shapes: R rows (prompts decoded together), B block size, D drafts of a block (B-1; B with shifted labels), V vocabulary.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def speculative_decode(
     Raises NonFinite when target or drafter give no finite logits.
     """
     rows, block_size, config = len(prompts), settings.block_size, drafter.config
+    first = config.first_draft
     embed, head = (weight.to(drafter.fc.weight.dtype) for weight in (target.embed_tokens_weight, target.lm_head_weight))
     generator = torch.Generator(target.device).manual_seed(settings.seed)
-    capacity = max(map(len, prompts)) + settings.max_new_tokens + block_size
+    capacity = max(map(len, prompts)) + settings.max_new_tokens + 1 + block_size - first
     texts = [Decoded() for _ in prompts]
 
     started = _now(target)
@@ -95,8 +96,8 @@ def speculative_decode(
     while not all(text.done for text in texts):
         positions = context.next_positions(block_size)
         hidden = drafter.draft(context, embed_blocks(torch.cat((anchors, masks), 1), embed, config), positions)
-        # Two-dimensional: on a sliced [R, B-1, H] F.linear becomes a batched product that copies the whole head first.
-        draft_logits = logits(hidden[:, 1:].flatten(0, 1), head, config).unflatten(0, (rows, -1))
+        # Two-dimensional: on a sliced [R, D, H] F.linear becomes a batched product that copies the whole head first.
+        draft_logits = logits(hidden[:, first:].flatten(0, 1), head, config).unflatten(0, (rows, -1))
         if not checked:
             require_finite(draft_logits, "the drafter's logits")
             checked = True
@@ -160,9 +161,10 @@ def judge(
 ) -> tuple[Tensor, Tensor]:
     """How many drafts pass [R, 1] and the target's token after them [R, 1].
 
-    `raw` [R, B, V] are the target's logits, slot i judging draft i + 1 = drafts[:, i] ([R, B-1]). Greedy: the common
-    prefix with the argmax. Sampled: draft d passes iff u * q(d) < p(d); the first that fails is replaced by a draw from
-    max(p - q, 0) renormalised, and after B-1 passes one more token is drawn from p (Leviathan et al., 2023).
+    `raw` [R, D+1, V] are the target's logits at the anchor and the drafts, place i judging drafts[:, i] ([R, D]).
+    Greedy: the common prefix with the argmax. Sampled: draft d passes iff u * q(d) < p(d); the first that fails is
+    replaced by a draw from max(p - q, 0) renormalised, and after D passes one more token is drawn from p (Leviathan et
+    al., 2023).
     """
     if draft_probs is None:
         choices = raw.argmax(-1)

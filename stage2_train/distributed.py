@@ -6,7 +6,7 @@ gloo on CPUs, NCCL on GPUs; one process needs no group. Called by train.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,14 +38,26 @@ class Ranks:
             return flag
         return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item())
 
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every process's numbers, by rank; all processes get the same table."""
+        table = torch.zeros(self.world_size, len(values), dtype=torch.float64, device=self.device)
+        table[self.rank] = torch.tensor(values, dtype=torch.float64)
+        found: list[list[float]] = self.sum(table).tolist()
+        return found
+
     def barrier(self) -> None:
         """Wait for all processes."""
-        self.sum(torch.zeros(1, device=self.device))
+        self.any(False)  # reads the answer: on a GPU the sum alone would make the device wait, not this process
 
 
 def environment_ranks() -> tuple[int, int]:
     """(rank, world size) as torchrun gives them."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def local_rank() -> int:
+    """This process's number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def run_id() -> str:
@@ -60,7 +72,7 @@ def pick_device(asked: str) -> torch.device:
     """
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local, found = local_rank(), torch.cuda.device_count()
     if local >= found:
         raise ConfigRefused(
             f"process {local} of this machine asks for a GPU, {found} are visible; lower --nproc or use --device cpu"

@@ -9,14 +9,23 @@ Shapes: R rows, S context tokens, Q block slots, F taps, H hidden, Ht target hid
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from stage2_train.attention import Group, GroupedMask, Mask, Masks
 from stage2_train.draft_cache import ContextCache
 from stage2_train.drafter_config import DrafterConfig
+
+# Of the kernel on GPUs, tile sizes included (fwd_BLOCK_M, bwd_num_warps, ...). Triton is pinned: flex_decoding would
+# take over for short Q and refuses odd group sizes.
+FLEX_OPTIONS: dict[str, Any] = {"BACKEND": "TRITON"}
 
 
 class RMSNorm(nn.Module):
@@ -89,8 +98,7 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tens
     None: SDPA.
     """
     if isinstance(mask, BlockMask):
-        # The Triton kernel is pinned on GPUs: flex_decoding would take over for short Q and refuses odd group sizes.
-        options = {"BACKEND": "TRITON"} if queries.is_cuda else None
+        options = FLEX_OPTIONS if queries.is_cuda else None
         found = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True, kernel_options=options)  # type: ignore[arg-type]
         assert isinstance(found, Tensor)
         return found
@@ -148,11 +156,23 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.recompute = False
 
     def forward(
         self, hidden: Tensor, positions: Tensor, context: Tensor, context_positions: Tensor, mask: Mask
     ) -> Tensor:
         """[R,Q,H] block states -> [R,Q,H], with context [R,S,H] as keys and values only."""
+        if not self.recompute:
+            return self._block(hidden, positions, context, context_positions, mask)
+        # Inside the compiled region: still one graph, and backward never calls compiled code from autograd's thread.
+        # The layer draws no random numbers, so there is no state to restore.
+        arguments = (hidden, positions, context, context_positions, mask)
+        out: Tensor = checkpoint(self._block, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return out
+
+    def _block(
+        self, hidden: Tensor, positions: Tensor, context: Tensor, context_positions: Tensor, mask: Mask
+    ) -> Tensor:
         return self.attend(hidden, positions, *self.self_attn.context_kv(context, context_positions), mask)
 
     def attend(self, hidden: Tensor, positions: Tensor, k_ctx: Tensor, v_ctx: Tensor, mask: Mask) -> Tensor:
@@ -175,15 +195,21 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.kinds = config.layer_kinds()
 
-    @torch.no_grad()
     def initialise(self, seed: int) -> Drafter:
-        """Fresh weights, the same for a seed on every machine: matrices N(0, 0.02), norms 1."""
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator))
+        """Fresh weights, the same for a seed on every machine: matrices N(0, 0.02), norms 1.
+
+        Every tensor has random numbers of its own, drawn side by side: 1.7 billion in one row take half a minute.
+        """
+        parameters = list(self.parameters())
+        seeds = torch.randint(2**62, (len(parameters),), generator=torch.Generator().manual_seed(seed)).tolist()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_draw, parameters, seeds))
+        return self
+
+    def recompute_layers(self, on: bool) -> Drafter:
+        """Whether backward runs each layer's forward again from its inputs, the only tensors then kept for it."""
+        for layer in self.layers:
+            layer.recompute = on  # type: ignore[assignment]
         return self
 
     def project_context(self, target_hidden: Tensor) -> Tensor:
@@ -204,6 +230,18 @@ class Drafter(nn.Module):
             hidden = layer(hidden, block_positions, context, context_positions, masks[kind])
         final: Tensor = self.norm(hidden)
         return final
+
+    def on_features(
+        self,
+        target_hidden: Tensor,
+        block_embeds: Tensor,
+        context_positions: Tensor,
+        block_positions: Tensor,
+        masks: Masks,
+    ) -> Tensor:
+        """`forward` from target features [R,S,F*Ht]: all that training runs, in one call for FSDP2 to wrap."""
+        context = self.project_context(target_hidden)
+        return self.forward(context, block_embeds, context_positions, block_positions, masks)
 
     def new_cache(self, rows: int, capacity: int) -> ContextCache:
         """An empty cache for drafting `rows` sequences on this drafter's device and dtype."""
@@ -229,6 +267,15 @@ class Drafter(nn.Module):
             hidden = layer.attend(hidden, block_positions, keys, values, mask)  # type: ignore[operator]
         final: Tensor = self.norm(hidden)
         return final
+
+
+@torch.no_grad()
+def _draw(parameter: nn.Parameter, seed: int) -> None:
+    if parameter.ndim == 1:
+        parameter.fill_(1.0)
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator))
 
 
 def embed_blocks(token_ids: Tensor, embed_tokens: Tensor, config: DrafterConfig) -> Tensor:

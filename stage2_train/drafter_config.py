@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from shared.errors import ConfigRefused
-
-LayerType = Literal["full_attention", "sliding_attention"]
-LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
+from stage2_train.layer_types import LAYER_TYPES
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,8 @@ class DrafterConfig:
     """All sizes and switches of a drafter; `to_hf_config` is the published config.json.
 
     `is_causal` None means: causal inside the block exactly on sliding layers (what DFlash-1 checkpoints do).
+    `shift_labels`: slot k predicts token a + k + 1 of anchor a instead of a + k, so that slot 0 drafts too.
+    `slot_0`: slot 0 was trained; None means: exactly with shifted labels.
     Raises ConfigRefused when two fields contradict each other.
     """
 
@@ -50,6 +50,8 @@ class DrafterConfig:
     layer_types: tuple[str, ...] = ()
     sliding_window: int | None = None
     is_causal: bool | None = None
+    shift_labels: bool = False
+    slot_0: bool | None = None
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
@@ -61,6 +63,7 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(int(i) for i in self.target_layer_ids))
         object.__setattr__(self, "layer_types", tuple(self.layer_types) or ("full_attention",) * self.num_hidden_layers)
+        object.__setattr__(self, "slot_0", self.shift_labels if self.slot_0 is None else self.slot_0)
         for name in (
             "hidden_size",
             "target_hidden_size",
@@ -82,6 +85,10 @@ class DrafterConfig:
             raise ConfigRefused(f"head_dim {self.head_dim} is odd; rotary embedding needs an even one")
         if self.block_size < 2:
             raise ConfigRefused(f"block_size {self.block_size} leaves no token to draft; use at least 2")
+        if self.shift_labels and not self.slot_0:
+            raise ConfigRefused(
+                "shifted labels without slot 0: it predicts the first token after the anchor, and nothing else does"
+            )
         if not self.target_layer_ids:
             raise ConfigRefused("target_layer_ids is empty; a drafter reads at least one layer of its target")
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -104,6 +111,11 @@ class DrafterConfig:
             raise ConfigRefused(
                 f"sliding layers need a window of at least 1 token; sliding_window is {self.sliding_window}"
             )
+
+    @property
+    def first_draft(self) -> int:
+        """The first slot whose state drafts a token: 0 with shifted labels, else 1 (slot 0 knows only its anchor)."""
+        return 0 if self.shift_labels else 1
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Causality and window of one layer; window 1 means the query sees only itself."""
@@ -163,6 +175,11 @@ class DrafterConfig:
         }
         if self.is_causal is not None:
             config["is_causal"] = dflash["causal"] = self.is_causal
+        if self.slot_0:
+            dflash |= {"shift_labels": self.shift_labels, "slot_0": True}
+        if self.shift_labels:
+            # The speculators format's word for it; a server that knows the word refuses or honours it.
+            config["sample_from_anchor"] = dflash["sample_from_anchor"] = True
         for name, neutral in (
             ("input_embedding_scale", 1.0),
             ("output_multiplier", 1.0),
@@ -209,6 +226,8 @@ class DrafterConfig:
             layer_types=tuple(config.get("layer_types") or ()),
             sliding_window=config.get("sliding_window"),
             is_causal=causal,
+            shift_labels=bool(read("shift_labels", read("sample_from_anchor", False))),
+            slot_0=read("slot_0"),
             input_embedding_scale=read("input_embedding_scale", 1.0),
             output_multiplier=read("output_multiplier", 1.0),
             final_logit_softcapping=read("final_logit_softcapping"),

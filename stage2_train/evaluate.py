@@ -98,9 +98,9 @@ def eos_token_ids(target: Target) -> frozenset[int]:
 
 
 def longest_prompt(work: Work) -> int:
-    """Tokens a prompt may have so that every position of its text and of the last block exists."""
+    """Tokens a prompt may have so that every position of its text and of the last drafts exists."""
     positions = int(work.target.text_config.max_position_embeddings)
-    return positions - work.settings.max_new_tokens - work.settings.block_size
+    return positions - work.settings.max_new_tokens - (1 + work.drafts)
 
 
 def decode_file(work: Work, prompts: PromptSet) -> Outcome:

@@ -48,6 +48,11 @@ class Work:
     settings: DecodeSettings
     rows: int
 
+    @property
+    def drafts(self) -> int:
+        """Tokens drafted in a cycle."""
+        return self.settings.block_size - self.drafter.config.first_draft
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -68,7 +73,7 @@ def build_report(work: Work, prompts: PromptSet, outcome: Outcome) -> dict[str, 
             f"{prompts.path}: every text of {len(cycles)} prompts ended with its first token, so no cycle was run; "
             "use a larger --max-new-tokens or other prompts"
         )
-    plain, conditional = acceptance_per_position(cycles, work.settings.block_size)
+    plain, conditional = acceptance_per_position(cycles, work.drafts)
     interval = bootstrap_interval(cycles, seed=work.settings.seed)
     subject = work.subject
     return {
@@ -82,6 +87,7 @@ def build_report(work: Work, prompts: PromptSet, outcome: Outcome) -> dict[str, 
         "config": to_dict(work.config),
         "decoding": {
             "block_size": work.settings.block_size,
+            "drafts": work.drafts,
             "batch_size": work.rows,
             "dtype": str(work.target.dtype),
             "device": str(work.target.device),
@@ -224,8 +230,8 @@ def _table(reports: Sequence[dict[str, Any]]) -> Any:
 def _positions(reports: Sequence[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    slots = max(len(report["acceptance_per_position"]) for report in reports)
-    table = Table("P(slot accepted)", *(_right(str(slot)) for slot in range(1, slots + 1)))
+    drafts = max(len(report["acceptance_per_position"]) for report in reports)
+    table = Table("P(draft accepted)", *(_right(str(draft)) for draft in range(1, drafts + 1)))
     for report in reports:
         shares = report["acceptance_per_position"]
         table.add_row(report["name"], *(_number(share, ".2f").removeprefix("0") for share in shares))

@@ -70,7 +70,8 @@ def export(config: ExportConfig) -> Path:
         ("drafter", config.out), ("from", checkpoint), ("step", origin["global_step"]),
         ("tensors", f"{len(drafter.state_dict())} in {config.dtype}, reread and equal"),
         ("target", origin["store"]["identity"]["target"]["name"]),
-        ("vLLM", f"num_speculative_tokens = {drafter.config.block_size - 1}"),
+        ("serving", "labels are shifted: not for servers of plain DFlash (README.md)" if drafter.config.shift_labels
+         else f"vLLM: num_speculative_tokens = {drafter.config.block_size - 1}"),
     ])  # fmt: skip
     return config.out
 
@@ -80,7 +81,7 @@ def origin_of(drafter: Drafter, info: Mapping[str, Any], config: ExportConfig) -
     return {
         "format": EXPORT_FORMAT, "weights_sha256": weights_sha256(drafter), "dtype": config.dtype,
         "global_step": info["global_step"], "total_steps": info.get("total_steps"), "checkpoint": info["path"],
-        "config": info.get("config", {}), "store": info["store"],
+        "config": info.get("config", {}), "store": info["store"], "warm_start": info.get("warm_start"),
         "exported": time.time(), "provenance": provenance.collect(),
     }  # fmt: skip
 

@@ -6,13 +6,14 @@ Called by stage2_train.export.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from stage2_train.drafter_config import DrafterConfig
 
 RECIPE = (
-    "steps", "epochs", "batch_rows", "max_length", "anchors", "block_size", "learning_rate", "warmup_ratio", "clip",
-    "gamma", "seed", "dtype",
+    "steps", "epochs", "batch_rows", "max_length", "anchors", "block_size", "loss", "weighting", "gamma", "optimizer",
+    "learning_rate", "schedule", "warmup_ratio", "clip", "seed", "dtype",
 )  # fmt: skip
 
 
@@ -36,12 +37,13 @@ def model_card(config: DrafterConfig, origin: Mapping[str, Any], evaluations: Se
         "## Training",
         table(("", ""), [
             ("step", f"{origin['global_step']} of {origin['total_steps']}"),
-            ("drafter layers", config.num_hidden_layers),
+            ("drafter layers", layers(config)),
+            *first_weights(origin),
             ("documents, tokens", f"{identity.get('documents', '?')}, {identity.get('tokens', '?')}"),
             *((key, origin["config"][key]) for key in RECIPE if origin["config"].get(key) is not None),
         ]),
         "## Acceptance length", acceptance(evaluations),
-        "## Serving", serving(name, config.block_size),
+        "## Serving", shifted(config.block_size) if config.shift_labels else serving(name, config.block_size),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
@@ -74,6 +76,29 @@ def interval(record: Mapping[str, Any]) -> str:
 def dash(value: object) -> object:
     """The value, or a dash for what was not measured."""
     return "-" if value is None else value
+
+
+def layers(config: DrafterConfig) -> str:
+    """Kinds of layers in their order: `4 x sliding 2048 causal, 1 x full`."""
+    names = [
+        ("full" if kind.window is None else f"sliding {kind.window}") + (" causal" if kind.causal else "")
+        for kind in config.layer_kinds()
+    ]
+    return ", ".join(f"{len(list(group))} x {name}" for name, group in groupby(names))
+
+
+def first_weights(origin: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The row that says which drafter this one began as; none when it began with random weights."""
+    start = origin.get("warm_start")
+    return [("began as", f"{start['path']} (`{start['weights_sha256']}`)")] if start else []
+
+
+def shifted(block_size: int) -> str:
+    """What to do with a drafter that plain DFlash servers would misread."""
+    return f"""Slot k of a block predicts token a + k + 1 of its anchor a: a block of {block_size} drafts {block_size}
+tokens, slot 0 included (`shift_labels` in `dflash_config`; `sample_from_anchor` says the same). Servers of plain DFlash
+do not read this: they take slot k for token a + k, nearly every draft is refused, and no gain is left. `dflash eval`
+reads it."""
 
 
 def serving(target: str, block_size: int) -> str:

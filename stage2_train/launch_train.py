@@ -18,7 +18,7 @@ from shared.json_file import read_object
 from shared.launch import LaunchSpec, run_workers
 from shared.progress import say, summary
 from shared.store import TeacherStore, require_same
-from stage2_train import checkpoint_folder, pinned_store
+from stage2_train import checkpoint_folder, pinned_store, warm_start
 from stage2_train.config import FREE_FIELDS, TrainConfig
 from stage2_train.drafter_config import DrafterConfig, drafter_geometry
 from stage2_train.pinned_store import RUN_FILE
@@ -28,6 +28,7 @@ from stage2_train.selection import select, total_steps
 def launch(config: TrainConfig) -> None:
     """`dflash train`: returns when the run is finished; everything else is an error with its exit code."""
     run_dir = config.run_dir()
+    config.require_processes(config.nproc)
     run = check(config)
     with recorded(run_dir, "train", run["config"]) as run_id:
         done = open_run(run_dir, run, config)
@@ -56,7 +57,15 @@ def check(config: TrainConfig) -> dict[str, Any]:
     store = pinned_store.open_for(config)
     if config.target is not None:
         _check_target(config.target, store)
-    drafter = geometry(config, store)
+    start = warm_start.record_for(config)
+    drafter = geometry(config, store, start)
+    if start is not None and config.warm_start is not None:
+        warm_start.require_fits(start, drafter)
+    if config.objective().needs_topk and not store.identity.get("topk"):
+        raise ConfigRefused(
+            f"--loss {config.loss} with --labels {config.labels} needs the teacher's top logits, {config.store} was "
+            "made with --topk 0; extract again with some, or train with --loss ce --labels data"
+        )
     documents, _ = select(store, "train")
     if not documents:
         raise NothingLeft(
@@ -72,12 +81,13 @@ def check(config: TrainConfig) -> dict[str, Any]:
         "config": to_dict(config),
         "drafter": drafter.to_hf_config(),
         "total_steps": steps,
+        **({} if start is None else {"warm_start": start}),
         **pinned_store.described(store),
     }
 
 
-def geometry(config: TrainConfig, store: TeacherStore) -> DrafterConfig:
-    """The drafter this command asks for on this store."""
+def geometry(config: TrainConfig, store: TeacherStore, start: warm_start.Record | None = None) -> DrafterConfig:
+    """The drafter this command asks for on this store; `start`: the record of the weights that it begins with."""
     identity = store.identity
     mask = config.mask_token_id if config.mask_token_id is not None else identity.get("mask_token_id")
     if mask is None:
@@ -93,7 +103,7 @@ def geometry(config: TrainConfig, store: TeacherStore) -> DrafterConfig:
         store.target_dir / "config.json",
         f"delete {store.target_dir} and run the same `dflash extract` command: it is made again",
     )
-    drafter = drafter_geometry(described, config.geometry(identity, mask))
+    drafter = drafter_geometry(described, config.geometry(identity, mask) | warm_start.inherited(start))
     if mask != identity.get("mask_token_id"):  # the store's own was checked when it was chosen
         _require_unused(mask, store, drafter)
     if drafter.hidden_size != drafter.target_hidden_size:

@@ -1,29 +1,27 @@
-"""Decayed cross-entropy through the target's frozen head, and what is counted beside it.
+"""The loss through the target's frozen head, chunk by chunk, and what is counted beside it.
 
-Called by train.py and estimate.py. Logits exist for one chunk of slots at a time, in float32, and their gradient is
-made in the same pass: at a vocabulary of 248,320 the logits of one row would take gigabytes.
+Called by objective.py. Logits exist for one chunk of blocks at a time, in float32, and their gradient is made in the
+same pass: at a vocabulary of 248,320 the logits of one row would take gigabytes. Next: chunk_loss.py (the formulas).
 
-Shapes: M slots, H hidden, V vocabulary, N blocks, B slots per block.
+Shapes: N blocks, B slots per block, T trained slots, D drafts, H hidden, V vocabulary, K stored top logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from stage2_train.chunk_loss import Scorer, Shaping, Targets
+
+# Logits of a chunk on a CPU: a few MB, so that they stay in its cache.
 CHUNK_ELEMENTS_CPU = 2**22
-CHUNK_ELEMENTS_CUDA = 2**29
-
-
-def slot_weights(block_size: int, gamma: float) -> Tensor:
-    """[B] float32: 0 for the anchor's slot, exp(-(k-1)/gamma) for slot k; an early mistake costs the whole rest."""
-    slots = torch.arange(block_size, dtype=torch.float32)
-    weights = torch.exp(-(slots - 1) / gamma)
-    weights[0] = 0.0
-    return weights
+# Slots of a chunk on a GPU. Products with float32 results: 672 TFLOP/s at 2,048 rows, 599 at 4,096 (H200).
+CHUNK_SLOTS_CUDA = 2048
 
 
 @dataclass(frozen=True)
@@ -34,115 +32,158 @@ class Head:
     multiplier: float = 1.0
     softcap: float | None = None
 
-    def chunk_rows(self) -> int:
-        """Slots per chunk: a few MB of logits on a CPU (cache), about 2 GiB on a GPU (large matrix products)."""
-        elements = CHUNK_ELEMENTS_CUDA if self.weight.is_cuda else CHUNK_ELEMENTS_CPU
-        return max(16, elements // self.weight.shape[0])
+    def shaping(self) -> Shaping:
+        """What turns raw products into logits."""
+        return Shaping(self.multiplier, self.softcap)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[m,H] -> [m,V] in float32 (float64 stays float64)."""
+    def raw(self, hidden: Tensor) -> Tensor:
+        """[m,H] -> raw products [m,V] in float32 (float64 stays float64)."""
         if hidden.is_cuda and hidden.dtype == torch.bfloat16:
-            raw = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
-        else:
-            raw = torch.mm(hidden, self.weight.t())
-            raw = raw if raw.dtype == torch.float64 else raw.float()
-        if self.multiplier != 1.0:
-            raw = raw * self.multiplier
-        return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
-
-    def unshape(self, gradient: Tensor, shaped: Tensor) -> Tensor:
-        """Gradient of shaped logits -> gradient of the raw products."""
-        if self.softcap is not None:
-            gradient = gradient * (1.0 - (shaped / self.softcap).square())
-        return gradient * self.multiplier if self.multiplier != 1.0 else gradient
+            return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+        raw = torch.mm(hidden, self.weight.t())
+        return raw if raw.dtype == torch.float64 else raw.float()
 
 
-def _measure(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-normaliser, negative log-likelihood and argmax-equals-label of one chunk."""
-    normaliser = torch.logsumexp(logits, dim=-1)
-    picked = logits.gather(1, labels[:, None]).squeeze(1)
-    return normaliser, normaliser - picked, logits.argmax(dim=-1) == labels
+class Found(NamedTuple):
+    """What the head says about N blocks."""
+
+    total: Tensor
+    """0-dim: sum over counted slots of weight * loss / denominator; differentiable in the states."""
+    nll: Tensor
+    """[N,T] -log q(label)."""
+    match: Tensor
+    """[N,T] bool: argmax == label."""
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+def blocks_per_chunk(blocks: int, trained: int, head: Head) -> int:
+    """Blocks of a chunk, so that chunks are whole blocks, nearly equal, and within the size that is fast."""
+    slots = CHUNK_SLOTS_CUDA if head.weight.is_cuda else max(16, CHUNK_ELEMENTS_CPU // head.weight.shape[0])
+    most = max(1, slots // trained)
+    return -(-blocks // -(-blocks // most))
+
+
+def _chunks(states: Tensor, targets: Targets, size: int, pad: bool) -> Iterator[tuple[slice, Tensor, Targets]]:
+    """Parts of `size` blocks; with `pad` the last one is filled up with blocks that do not count."""
+    for first in range(0, len(states), size):
+        part = slice(first, min(first + size, len(states)))
+        missing = size - (part.stop - part.start) if pad else 0
+
+        def cut(tensor: Tensor, part: slice = part, missing: int = missing) -> Tensor:
+            piece = tensor[part]
+            return F.pad(piece, (0, 0) * (piece.ndim - 1) + (0, missing)) if missing else piece
+
+        given = targets.distributions
+        yield (
+            part,
+            cut(states).flatten(0, 1),
+            Targets(
+                cut(targets.labels),
+                cut(targets.counted),
+                None if given is None else (cut(given[0]), cut(given[1]), cut(given[2])),
+            ),
+        )
+
+
+def _run(
+    states: Tensor, targets: Targets, scale: Tensor, head: Head, scorer: Scorer, gradient: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Total, nll and match over all chunks of trained states [N,T,H]; the gradient by them goes into `gradient`."""
+    blocks, trained = targets.labels.shape
+    size = blocks_per_chunk(blocks, trained, head)
+    total, nll, match = scale.new_zeros(()), [], []
+    for part, rows, aims in _chunks(states, targets, size, scorer.compiled):
+        loss, part_nll, part_match, residual = scorer(head.raw(rows), aims, scale)
+        if gradient is not None:
+            kept = part.stop - part.start
+            gradient[part] = torch.mm(residual, head.weight).view(-1, trained, head.weight.shape[1])[:kept]
+        total = total + loss
+        nll.append(part_nll)
+        match.append(part_match)
+    return total, torch.cat(nll)[:blocks], torch.cat(match)[:blocks]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The gradient is made with the loss; `states` [N,B,H] may hold slots before the trained ones."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, labels: Tensor, weights: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor]:
-        gradient = torch.empty_like(hidden)
-        losses, matches = [], []
-        for hidden_part, labels_part, weights_part, gradient_part in zip(
-            *(tensor.split(head.chunk_rows()) for tensor in (hidden, labels, weights, gradient)), strict=True
-        ):
-            logits = head.logits(hidden_part)
-            normaliser, loss, match = _measure(logits, labels_part)
-            residual = torch.exp(logits - normaliser[:, None])
-            residual.scatter_add_(1, labels_part[:, None], torch.full_like(loss, -1.0)[:, None])
-            residual.mul_(weights_part[:, None])
-            torch.mm(head.unshape(residual, logits).to(hidden.dtype), head.weight, out=gradient_part)
-            losses.append(loss)
-            matches.append(match)
-        loss, match = torch.cat(losses), torch.cat(matches)
+    def forward(
+        ctx: Any, states: Tensor, targets: Targets, scale: Tensor, head: Head, scorer: Scorer
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradient = torch.zeros_like(states)
+        first = states.shape[1] - targets.labels.shape[1]
+        total, nll, match = _run(states[:, first:], targets, scale, head, scorer, gradient[:, first:])
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(loss, match)
-        return (loss * weights).sum(), loss, match
+        ctx.mark_non_differentiable(nll, match)
+        return total, nll, match
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, *_unused: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor, *_unused: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * upstream).to(gradient.dtype), None, None, None
+        return (gradient * upstream).to(gradient.dtype), None, None, None, None
 
 
-def cross_entropy(hidden: Tensor, labels: Tensor, weights: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor]:
-    """sum_i weights_i * nll_i (0-dim, differentiable in hidden), nll [M], argmax == label [M].
+def blocks_loss(states: Tensor, targets: Targets, denominator: float | Tensor, head: Head, scorer: Scorer) -> Found:
+    """The objective's loss of N blocks, divided by `denominator` (its sum over all ranks and micro-batches).
 
-    hidden [M,H] in the head's dtype; labels [M] int64; weights [M] already divided by their sum over all ranks.
+    states [N,B,H] in the head's dtype, of all slots: those before the trained ones get a gradient of 0.
     """
-    if hidden.shape[0] == 0:  # all unsupervised: stay in the graph with a zero, so that this rank stays in step
-        empty = hidden.new_zeros(0, dtype=torch.float32)
-        return hidden.sum(), empty, empty.bool()
-    total, loss, match = _ChunkedCrossEntropy.apply(hidden, labels, weights, head)
-    return total, loss, match
+    if states.shape[0] == 0:  # nothing is supervised: stay in the graph with a zero, so that this rank stays in step
+        empty = states.new_zeros(targets.labels.shape, dtype=torch.float32)
+        return Found(states.sum(), empty, empty.bool())
+    return Found(*_ChunkedLoss.apply(states, targets, _scale(denominator, head), head, scorer))
 
 
 @torch.no_grad()
-def measure(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """nll [M] and argmax == label [M] without a gradient."""
-    parts = [
-        _measure(head.logits(h), y)[1:]
-        for h, y in zip(hidden.split(head.chunk_rows()), labels.split(head.chunk_rows()), strict=True)
-    ]
-    if not parts:
-        empty = hidden.new_zeros(0, dtype=torch.float32)
-        return empty, empty.bool()
-    return torch.cat([loss for loss, _ in parts]), torch.cat([match for _, match in parts])
+def blocks_measure(states: Tensor, targets: Targets, head: Head, scorer: Scorer) -> Found:
+    """The same without a gradient and divided by 1; on CUDA it runs the very graph that training compiled."""
+    if states.shape[0] == 0:
+        empty = states.new_zeros(targets.labels.shape, dtype=torch.float32)
+        return Found(states.sum(), empty, empty.bool())
+    trained = states[:, states.shape[1] - targets.labels.shape[1] :]
+    return Found(*_run(trained, targets, _scale(1.0, head), head, scorer, None))
 
 
-def count(match: Tensor, loss: Tensor, counted: Tensor) -> Tensor:
-    """Sums of a batch as one float64 vector of 3 (B-1) + 3, ready to be added over batches and ranks.
+def _scale(denominator: float | Tensor, head: Head) -> Tensor:
+    wide = torch.float64 if head.weight.dtype == torch.float64 else torch.float32
+    if isinstance(denominator, Tensor):
+        return (1.0 / denominator.reshape(())).to(wide)
+    return torch.full((), 1.0 / denominator, dtype=wide, device=head.weight.device)  # a fill: waits for no copy
 
-    match, loss [N,B] at every slot, counted [N,B] bool (slot 0 False). The vector: per slot 1..B-1 correct, per slot
-    accepted (it and all before it correct), per slot counted; then blocks with a counted slot, tokens accepted in
-    them, summed nll.
+
+def count(match: Tensor, nll: Tensor, counted: Tensor) -> Tensor:
+    """Sums of a batch as one float64 vector of 3 D + 3, ready to be added over batches and ranks.
+
+    match, nll [N,D] of the drafts, counted [N,D] bool. The vector: per draft correct, per draft accepted (it and all
+    before it correct), per draft counted; then blocks with a counted draft, tokens accepted in them, summed nll.
     """
     match = match & counted
-    accepted = match[:, 1:].to(torch.int8).cumprod(dim=1)
+    accepted = match.to(torch.int8).cumprod(dim=1)
     blocks = counted.any(dim=1).sum()
-    tail = torch.stack([blocks, accepted.sum(), torch.where(counted, loss, 0.0).sum()]).double()
-    per_slot = (match[:, 1:].sum(0), accepted.sum(0), counted[:, 1:].sum(0))
-    return torch.cat([*(part.double() for part in per_slot), tail])
+    tail = torch.stack([blocks, accepted.sum(), torch.where(counted, nll, 0.0).sum()]).double()
+    per_draft = (match.sum(0), accepted.sum(0), counted.sum(0))
+    return torch.cat([*(part.double() for part in per_draft), tail])
 
 
-def read_counts(sums: Tensor, block_size: int) -> dict[str, float]:
-    """Names for the vector of `count`: acceptance_length_estimate, nll, accuracy_slot_01.., acceptance_slot_01.. .
+def count_size(drafts: int) -> int:
+    """Length of `count`'s vector."""
+    return 3 * drafts + 3
 
-    acceptance_length_estimate is the mean over blocks of 1 + the number of leading slots whose argmax is the label:
-    what a verifier would accept (the bonus token included) if its tokens were the stored ones. A block cut by the end
-    of its document can reach only its own counted slots. Slots and blocks never counted are left out, not 0.
+
+def read_counts(sums: Tensor) -> dict[str, float]:
+    """Names for the vector of `count`: tokens_per_block, nll, accuracy_slot_01.., acceptance_slot_01.. .
+
+    Slot 01 is the first token after the anchor, whichever slot of the block predicts it. acceptance_slot_k is the
+    share of blocks whose first k drafts are all right, among those whose k-th counts. tokens_per_block is the mean
+    over blocks of 1 + the number of leading right drafts. It is no acceptance length: these blocks start anywhere in
+    the text, those of decoding where the last one failed (estimate.walk). Drafts and blocks never counted are left
+    out, not 0.
     """
-    correct, accepted, counted = sums[: 3 * (block_size - 1)].view(3, block_size - 1).tolist()
-    blocks, tokens, nll = sums[3 * (block_size - 1) :].tolist()
+    drafts = (len(sums) - 3) // 3
+    correct, accepted, counted = sums[: 3 * drafts].view(3, drafts).tolist()
+    blocks, tokens, nll = sums[3 * drafts :].tolist()
     found: dict[str, float] = {}
     if blocks:
-        found["acceptance_length_estimate"] = 1.0 + tokens / blocks
+        found["tokens_per_block"] = 1.0 + tokens / blocks
         found["nll"] = nll / sum(counted)
     for slot, total in enumerate(counted, start=1):
         if total:

@@ -7,16 +7,19 @@ Shapes: R rows, S context tokens, N anchor slots, B slots, Q = N*B.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shared.quantise import decode
-from stage2_train.attention import Layout, build_masks
-from stage2_train.data import Batch
+from stage2_train.attention import Layout, Tiles, build_masks
+from stage2_train.batch import Batch
+from stage2_train.chunk_loss import Scorer, Targets
 from stage2_train.drafter import Drafter, embed_blocks
-from stage2_train.loss import Head, count, cross_entropy, measure
+from stage2_train.loss import Found, Head, blocks_loss, blocks_measure, count
+from stage2_train.objectives import Objective
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,8 @@ class DeviceBatch:
     block_ids: Tensor
     """[R,Q]: anchor token, then mask tokens."""
     layout: Layout
-    labels: Tensor
-    """[R*N,B]"""
-    counted: Tensor
-    """[R*N,B] bool"""
+    targets: Targets
+    """Of R*N blocks, at their trained slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +45,18 @@ class Engine:
 
     embed_tokens: Tensor
     head: Head
-    slot_weights: Tensor
-    """[B] float32"""
+    objective: Objective
     attention: str
     """"flex" or "sdpa"."""
     dtype: torch.dtype
     device: torch.device
+    scorer: Scorer = field(init=False)
+    """The loss of a chunk; compiled where the layers are."""
+    tiles: Tiles = field(init=False, default_factory=Tiles)
+    """The mask builder; compiled where the layers are."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scorer", Scorer(self.objective, self.head.shaping(), self.head.weight))
 
 
 def move(batch: Batch, mask_token_id: int, engine: Engine) -> DeviceBatch:
@@ -67,9 +74,19 @@ def move(batch: Batch, mask_token_id: int, engine: Engine) -> DeviceBatch:
         layout=layout,
         block_positions=(anchor_positions[:, :, None] + slots).flatten(1),
         block_ids=ids.flatten(1),
-        labels=sent["labels"].flatten(0, 1),
-        counted=sent["counted"].flatten(0, 1),
+        targets=_targets(sent, engine.objective),
     )
+
+
+def _targets(sent: dict[str, Tensor], objective: Objective) -> Targets:
+    def trained(tensor: Tensor) -> Tensor:
+        return tensor.flatten(0, 1)[:, objective.first_slot :].contiguous()
+
+    labels, counted = trained(sent["labels"]), trained(sent["counted"])
+    if not objective.needs_distributions:
+        return Targets(labels, counted, None)
+    logits = sent["teacher_logits"].view(torch.bfloat16)
+    return Targets(labels, counted, (trained(sent["teacher_ids"]), trained(logits), trained(sent["teacher_logsumexp"])))
 
 
 def _numbers(sent: dict[str, Tensor]) -> Tensor:
@@ -89,50 +106,60 @@ def block_states(drafter: Drafter, batch: DeviceBatch, engine: Engine) -> Tensor
     if engine.attention == "flex":
         # The first layer's input must look like the others' to the compiler: without this it makes two graphs.
         embeds.requires_grad_(torch.is_grad_enabled())
-    masks = build_masks(batch.layout, drafter.kinds, engine.attention, engine.dtype)
+    masks = build_masks(batch.layout, drafter.kinds, engine.attention, engine.dtype, engine.tiles)
     with torch.autocast(engine.device.type, engine.dtype, enabled=engine.dtype != torch.float32):
-        context = drafter.project_context(batch.features)
-        hidden = drafter(context, embeds, batch.context_positions, batch.block_positions, masks)
+        hidden = drafter.on_features(batch.features, embeds, batch.context_positions, batch.block_positions, masks)
     return hidden.view(-1, batch.layout.block_size, hidden.shape[-1])
 
 
-def weight_sum(parts: tuple[Batch, ...], slot_weights: Tensor) -> float:
-    """Sum of the loss weights of one rank's micro-batches; added over ranks it is the denominator of the loss."""
-    weights = slot_weights.double().cpu().numpy()
-    return float(sum((part.counted * weights).sum() for part in parts))
+def denominator(parts: Sequence[Batch], objective: Objective) -> float:
+    """One rank's part of the divisor of the loss, over its micro-batches; added over ranks it divides every loss."""
+    return sum(objective.denominator(part.counted) for part in parts)
 
 
-def loss_and_counts(hidden: Tensor, batch: DeviceBatch, engine: Engine, denominator: float) -> tuple[Tensor, Tensor]:
+def loss_and_counts(
+    hidden: Tensor, batch: DeviceBatch, engine: Engine, divisor: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """This batch's part of the loss (0-dim), and loss.count's vector.
 
-    Parts add up over micro-batches and ranks because all are divided by the same global `denominator`. On a CPU the
-    head runs over counted slots only; on CUDA over slots 1..B-1 of all blocks, so that shapes stay fixed.
+    Parts add up over micro-batches and ranks because all are divided by the same global `divisor`. On CUDA the head
+    runs over all blocks, used or not, so that shapes stay fixed; on a CPU over those with a slot that counts.
     """
-    chosen = _chosen_slots(batch, engine)
-    weights = (batch.counted * engine.slot_weights).flatten()[chosen] / denominator
-    total, loss, match = cross_entropy(
-        hidden.flatten(0, 1)[chosen], batch.labels.flatten()[chosen], weights, engine.head
+    kept = _kept(batch, engine)
+    targets = _take(batch.targets, kept)
+    found = blocks_loss(hidden if kept is None else hidden[kept], targets, divisor, engine.head, engine.scorer)
+    return found.total, _count(found, targets, engine.objective)
+
+
+def counts_only(hidden: Tensor, batch: DeviceBatch, engine: Engine) -> tuple[Tensor, Tensor]:
+    """loss.count's vector, and how many leading drafts of each block are right [R*N] int64; without a gradient."""
+    kept = _kept(batch, engine)
+    targets = _take(batch.targets, kept)
+    found = blocks_measure(hidden if kept is None else hidden[kept], targets, engine.head, engine.scorer)
+    first = engine.objective.first_draft
+    right = (found.match & targets.counted)[:, first:].long().cumprod(dim=1).sum(dim=1)
+    if kept is not None:
+        right = right.new_zeros(len(hidden)).index_copy(0, kept, right)
+    return _count(found, targets, engine.objective), right
+
+
+def _kept(batch: DeviceBatch, engine: Engine) -> Tensor | None:
+    if engine.device.type != "cpu" or engine.scorer.compiled:
+        return None
+    return batch.targets.counted.any(dim=1).nonzero().squeeze(1)
+
+
+def _take(targets: Targets, kept: Tensor | None) -> Targets:
+    if kept is None:
+        return targets
+    given = targets.distributions
+    return Targets(
+        targets.labels[kept],
+        targets.counted[kept],
+        None if given is None else (given[0][kept], given[1][kept], given[2][kept]),
     )
-    return total, _scatter_count(batch, chosen, loss, match)
 
 
-def counts_only(hidden: Tensor, batch: DeviceBatch, engine: Engine) -> Tensor:
-    """loss.count's vector without a gradient."""
-    chosen = _chosen_slots(batch, engine)
-    loss, match = measure(hidden.detach().flatten(0, 1)[chosen], batch.labels.flatten()[chosen], engine.head)
-    return _scatter_count(batch, chosen, loss, match)
-
-
-def _chosen_slots(batch: DeviceBatch, engine: Engine) -> Tensor:
-    if engine.device.type == "cpu":
-        return batch.counted.flatten().nonzero().squeeze(1)
-    blocks, size = batch.counted.shape
-    index = torch.arange(blocks * size, device=engine.device).view(blocks, size)
-    return index[:, 1:].flatten()
-
-
-def _scatter_count(batch: DeviceBatch, chosen: Tensor, loss: Tensor, match: Tensor) -> Tensor:
-    losses = torch.zeros(batch.counted.numel(), dtype=torch.float32, device=chosen.device)
-    matches = torch.zeros(batch.counted.numel(), dtype=torch.bool, device=chosen.device)
-    losses[chosen], matches[chosen] = loss.detach().float(), match
-    return count(matches.view_as(batch.counted), losses.view_as(batch.counted), batch.counted)
+def _count(found: Found, targets: Targets, objective: Objective) -> Tensor:
+    first = objective.first_draft
+    return count(found.match[:, first:], found.nll[:, first:], targets.counted[:, first:])

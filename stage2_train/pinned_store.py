@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.blocks import recorded_blocks
-from shared.errors import StoreDamaged, StoreIncomplete, StoreMismatch
+from shared.errors import ConfigRefused, StoreDamaged, StoreIncomplete, StoreMismatch
 from shared.json_file import read_object
 from shared.store import TeacherStore, all_differences, comparable, maker_of, read_identity, snapshot_of
 from shared.store_files import is_remote
@@ -62,8 +62,14 @@ def described(store: TeacherStore) -> dict[str, Any]:
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """run.json as the parent has just written it."""
-    run: dict[str, Any] = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
+    """run.json as the parent, or rank 0 under torchrun, has just written it. Raises ConfigRefused where it is not."""
+    try:
+        run: dict[str, Any] = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigRefused(
+            f"rank 0 has written {run_dir / RUN_FILE}, this process does not see it: --run must be one folder that all "
+            "nodes share"
+        ) from error
     return run
 
 

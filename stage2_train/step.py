@@ -1,26 +1,35 @@
 """One optimizer step over all ranks, and the sums it leaves behind.
 
-Called by train.py. A step is: denominator over all ranks, micro-batches forward and backward, everything finite on
-every rank?, gradients added, clipped, update. Ranks never disagree on which of these they do.
+Called by train.py. A step is: denominator over all ranks, micro-batches forward and backward, gradients added (while
+backward runs: gradient.py), everything finite?, clipped, update. Ranks never disagree on which of these they do. The
+CPU waits for the device once, just before the update: everything that it must know is read there in one piece.
 
 Shapes: B slots per block.
 """
 
 from __future__ import annotations
 
-import resource
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shared.errors import NonFinite
+from stage2_train.batch import Batch
+from stage2_train.blame import blame
 from stage2_train.config import TrainConfig
-from stage2_train.data import Batch, StepRows
+from stage2_train.data import StepRows
 from stage2_train.distributed import Ranks
 from stage2_train.drafter import Drafter
-from stage2_train.loss import read_counts
-from stage2_train.objective import Engine, block_states, loss_and_counts, move, weight_sum
-from stage2_train.schedule import FlatGradient, Optimizer, learning_rate
+from stage2_train.gradient import Gradient
+from stage2_train.learning_rate import learning_rate
+from stage2_train.loss import count_size, read_counts
+from stage2_train.objective import Engine, block_states, denominator, loss_and_counts, move
+from stage2_train.optimizers import Optimizer
+
+# What every rank counts of its batches, in this order.
+FACTS = ("tokens", "without_anchors", "covered", "coverable")
 
 
 class Stepper:
@@ -30,7 +39,7 @@ class Stepper:
         self,
         drafter: Drafter,
         optimizer: Optimizer,
-        gradient: FlatGradient,
+        gradient: Gradient,
         engine: Engine,
         ranks: Ranks,
         config: TrainConfig,
@@ -41,111 +50,71 @@ class Stepper:
     def rehearse(self, batch: Batch) -> None:
         """Forward and backward on a batch without an update, to compile; every parameter must have got its gradient."""
         self.gradient.zero()
-        self._forward_backward(batch, 1.0)
+        with self.gradient.summing(last=False):
+            self._forward_backward(batch, 1.0)
         assert self.gradient.attached(), "a parameter's .grad was replaced: its gradient would be lost"
         self.gradient.zero()
 
-    def _forward_backward(self, batch: Batch, denominator: float) -> torch.Tensor:
+    def _forward_backward(self, batch: Batch, divisor: float | torch.Tensor) -> torch.Tensor:
         """Adds to the gradient; returns [counts..., loss] float64 on the device."""
         placed = move(batch, self.drafter.config.mask_token_id, self.engine)
         hidden = block_states(self.drafter, placed, self.engine)
-        loss, counts = loss_and_counts(hidden, placed, self.engine, denominator)
+        loss, counts = loss_and_counts(hidden, placed, self.engine, divisor)
         loss.backward()
         return torch.cat([counts, loss.detach().double()[None]])
 
-    def step(self, state: dict[str, Any], rows: StepRows, total: int) -> None:
+    def step(self, state: dict[str, Any], rows: StepRows, total: int, stop: Callable[[], bool] = lambda: False) -> bool:
         """One update from one global batch; moves `state` to the next step and adds to its window.
 
-        A batch without a label on any rank updates nothing and is counted. Raises NonFinite before the update.
+        Returns whether `stop` says on any rank, asked late in the step, that this should be the last one. A batch
+        without a label on any rank updates nothing and is counted. Raises NonFinite before the update.
         """
         device, step = self.engine.device, state["global_step"]
-        rate = learning_rate(step, total, self.config.learning_rate, self.config.warmup_ratio, self.config.min_lr_ratio)
-        weights = torch.tensor([weight_sum(rows.parts, self.engine.slot_weights)], dtype=torch.float64, device=device)
-        denominator = float(self.ranks.sum(weights).item())
+        rate = learning_rate(step, self.config.rate(total))
+        divisor = self.ranks.sum(_on_device([denominator(rows.parts, self.engine.objective)], device))
         self.gradient.zero()
         sums: torch.Tensor | None = None
-        for batch in rows.parts:
-            part = self._forward_backward(batch, denominator or 1.0)
+        for number, batch in enumerate(rows.placed(), start=1):
+            with self.gradient.summing(last=number == len(rows.parts)):
+                part = self._forward_backward(batch, torch.where(divisor > 0, divisor, 1.0))
             sums = part if sums is None else sums + part
         assert sums is not None, "a step has at least one micro-batch"
-        bad = ~(torch.isfinite(sums).all() & torch.isfinite(self.gradient.buffer).all())
-        flags = torch.zeros(self.ranks.world_size, dtype=torch.float64, device=device)
-        flags[self.ranks.rank] = bad
-        facts = torch.tensor(
-            [sum(b.tokens for b in rows.parts), sum(b.without_anchors for b in rows.parts)],
-            dtype=torch.float64,
-            device=device,
-        )
-        shared = self.ranks.sum(torch.cat([torch.nan_to_num(sums), facts, flags])).cpu()
-        if shared[-self.ranks.world_size :].any():
-            raise NonFinite(self._blame(rows, step))
-        self.ranks.sum(self.gradient.buffer)
-        norm = float(self.gradient.clip(self.config.clip))
-        if not norm < float("inf"):
-            raise NonFinite(
-                f"the gradient norm over all ranks is {norm} at step {step}; lower --learning-rate or "
-                "raise --warmup-ratio (the last checkpoint is kept)"
-            )
-        if denominator > 0:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
+        self.gradient.finish()
+        facts = _on_device([stop(), *(sum(getattr(b, name) for b in rows.parts) for name in FACTS)], device)
+        shared = self.ranks.sum(torch.cat([self.gradient.squares()[None], facts, sums]))
+        read = torch.cat([divisor, shared]).cpu()
+        weight, squares, stopping, tokens, without, covered, coverable, *_ = read.tolist()
+        counts, loss, norm = read[3 + len(FACTS) : -1], float(read[-1]), math.sqrt(squares)
+        if not torch.isfinite(read).all():
+            raise NonFinite(blame(rows.parts, float(sums[-1]), norm, self.gradient, self.ranks, step))
+        if weight > 0:
+            self.gradient.clip(norm, self.config.clip)
+            self.optimizer.step(rate)
         else:
             state["steps_without_labels"] += 1
-        counts, loss, tokens, without = shared[: len(sums) - 1], *shared[len(sums) - 1 : len(sums) + 2].tolist()
         state.update(global_step=step + 1, epoch=rows.epoch, batch=rows.batch + 1)
         state["tokens"] += int(tokens)
         state["documents_without_anchors"] += int(without)
-        state["window"]["tokens"] += tokens
-        if denominator > 0:  # a step that measured nothing is left out of the means, not counted as 0
+        state["window"]["covered"] += covered
+        state["window"]["coverable"] += coverable
+        if weight > 0:  # a step that measured nothing is left out of the means, not counted as 0
             Window.add(state["window"], counts, {"loss": loss, "grad_norm": norm, "learning_rate": rate})
-
-    def _blame(self, rows: StepRows, step: int) -> str:
-        """Who made the numbers bad: every rank names its first bad row and parameter, and all say the same sentence."""
-        found = torch.zeros(self.ranks.world_size, 2, dtype=torch.float64, device=self.engine.device)
-        documents = [names for batch in rows.parts for names in batch.documents]
-        bad_row = next((i for i, fine in enumerate(_finite_rows(rows)) if not fine), None)
-        bad_parameter = next((i for i, p in enumerate(self.gradient.parameters) if not _finite(p.grad)), None)
-        found[self.ranks.rank, 0] = 0 if bad_parameter is None else bad_parameter + 1
-        first_document = documents[bad_row][0] if bad_row is not None and documents[bad_row] else -1
-        found[self.ranks.rank, 1] = 0 if bad_row is None else first_document + 2
-        said = self.ranks.sum(found).cpu().tolist()
-        names = [name for name, _ in self.drafter.named_parameters()]
-        for rank, (parameter, document) in enumerate(said):
-            if parameter or document:
-                where = f"first bad gradient {names[int(parameter) - 1]}" if parameter else "gradients finite"
-                row = (
-                    f"; the stored features of the row that starts with document {int(document) - 2} are not finite: "
-                    "extract it again"
-                    if document
-                    else "; all stored features are finite: lower --learning-rate or raise --warmup-ratio"
-                )
-                return f"non-finite loss or gradient on rank {rank} at step {step}, before the update; {where}{row}"
-        return f"non-finite loss at step {step}, before the update; all gradients are finite"
+        return bool(stopping)
 
 
-def _finite(tensor: torch.Tensor | None) -> bool:
-    return tensor is None or bool(torch.isfinite(tensor).all())
-
-
-def _finite_rows(rows: StepRows) -> list[bool]:
-    return [fine for batch in rows.parts for fine in batch.finite_rows()]
-
-
-def memory_bytes(device: torch.device) -> float:
-    """Peak memory of this process: allocated on the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+def _on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """float64 vector made by kernels: a copy from the CPU would wait until all that is queued before it has run."""
+    return torch.stack([torch.full((), value, dtype=torch.float64, device=device) for value in values])
 
 
 class Window:
     """Sums since the last log line, kept in the loop state so that a restart does not lose half a window."""
 
     @staticmethod
-    def empty(block_size: int) -> dict[str, Any]:
-        """No step yet."""
-        return {"steps": 0, "tokens": 0.0, "counts": [0.0] * (3 * (block_size - 1) + 3), "sums": {}}
+    def empty(drafts: int) -> dict[str, Any]:
+        """No step yet; `drafts` tokens a block."""
+        sums = {"covered": 0.0, "coverable": 0.0}
+        return {"steps": 0, **sums, "counts": [0.0] * count_size(drafts), "sums": {}}
 
     @staticmethod
     def add(window: dict[str, Any], counts: torch.Tensor, numbers: dict[str, float]) -> None:
@@ -155,8 +124,13 @@ class Window:
         window["sums"] = {name: window["sums"].get(name, 0.0) + value for name, value in numbers.items()}
 
     @staticmethod
-    def read(window: dict[str, Any], block_size: int) -> dict[str, float]:
-        """Means over the window's steps, the context tokens, and the acceptance numbers of all their blocks."""
+    def read(window: dict[str, Any]) -> dict[str, float]:
+        """Means over the window's steps, and the acceptance numbers of all their blocks.
+
+        anchor_coverage: of the supervised tokens that some anchor would give a label, how many a block did.
+        """
         steps = max(window["steps"], 1)
-        numbers = {name: value / steps for name, value in window["sums"].items()} | {"tokens": window["tokens"]}
-        return numbers | read_counts(torch.tensor(window["counts"], dtype=torch.float64), block_size)
+        numbers = {name: value / steps for name, value in window["sums"].items()}
+        if window["coverable"]:
+            numbers["anchor_coverage"] = window["covered"] / window["coverable"]
+        return numbers | read_counts(torch.tensor(window["counts"], dtype=torch.float64))

@@ -13,9 +13,11 @@ from manifests.commit import read
 from shared.errors import ConfigRefused, StoreMismatch
 from shared.json_file import read_object
 from shared.target_identity import target_identity
+from stage2_train import warm_start
 from stage2_train.checkpoint import load_drafter
 from stage2_train.config_eval import EvalConfig
 from stage2_train.drafter import Drafter
+from stage2_train.drafter_config import DrafterConfig
 
 # Written by export, read here: where an exported folder came from.
 PROVENANCE_FILE = "dflash_offline.json"
@@ -50,7 +52,7 @@ def load_subject(config: EvalConfig) -> Subject:
     require_same_target(identity.get("target", {}), found, folder, target)
     step = int(info.get("global_step", 0))
     if config.untrained:
-        drafter, step = Drafter(drafter_config).initialise(first_seed(info, folder)).eval().requires_grad_(False), 0
+        drafter, step = first_drafter(drafter_config, info, folder), 0
     kwargs = identity.get("chat_template_kwargs") or {}
     return Subject(drafter, folder, step, config.untrained, target, found, kwargs, config.out or results_folder(folder))
 
@@ -99,6 +101,16 @@ def require_same_target(known: dict[str, Any], found: dict[str, Any], where: Pat
                 f"{where} was trained for target {known.get('name')} with {name} {known[name]}, but "
                 f"--target {asked} has {found[name]}; pass the target that the store was made from"
             )
+
+
+def first_drafter(config: DrafterConfig, info: dict[str, Any], where: Path) -> Drafter:
+    """The run's drafter before its first step."""
+    drafter = Drafter(config)
+    if info.get("warm_start"):
+        warm_start.load(drafter, info["warm_start"])
+    else:
+        drafter.initialise(first_seed(info, where))
+    return drafter.eval().requires_grad_(False)
 
 
 def first_seed(info: dict[str, Any], where: Path) -> int:

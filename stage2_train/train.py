@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,18 @@ from shared.config import from_dict
 from shared.errors import CheckpointMismatch, ConfigRefused, Interrupted
 from shared.progress import Reporter
 from shared.worker import install_stop_signals, stop_requested
-from stage2_train import checkpoint, compiled, launch_train
-from stage2_train.checkpoint_folder import newest_complete
+from stage2_train import checkpoint, launch_train
+from stage2_train.checkpoint_folder import newest_complete, read_info
+from stage2_train.compile_warm_up import compiled_regions
+from stage2_train.compiled import Contract
 from stage2_train.config import TrainConfig
 from stage2_train.data import Prefetcher, stream
+from stage2_train.device_feed import Feed, make_feed
 from stage2_train.distributed import environment_ranks, pick_device, process_group, run_id
 from stage2_train.estimate import estimate
+from stage2_train.metrics import Metrics, headline
 from stage2_train.pinned_store import read_run
-from stage2_train.step import Window, memory_bytes
+from stage2_train.step import Window
 from stage2_train.training_parts import Parts, set_up
 
 logger = logging.getLogger(__name__)
@@ -43,22 +48,27 @@ def train_under_torchrun(config: TrainConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     install_stop_signals()
     rank, world_size = environment_ranks()
-    if config.batch_rows % world_size:
-        raise ConfigRefused(f"--batch-rows {config.batch_rows} is not a multiple of the {world_size} processes")
+    config.require_processes(world_size)
     run_dir = config.run_dir()
     with process_group(rank, world_size, pick_device(config.device)) as ranks:
         if rank > 0:
-            ranks.barrier()
+            if ranks.any(False):
+                raise ConfigRefused("rank 0 could not begin this run: its one line, on the first node, says why")
             train(set_up(run_dir, read_run(run_dir), ranks, run_id()))
             return
-        run = launch_train.check(config)
-        with recorded(run_dir, "train", run["config"]) as identifier:
-            launch_train.open_run(run_dir, run, config)
-            ranks.barrier()
+        with ExitStack() as ending:
+            try:
+                run = launch_train.check(config)
+                identifier = ending.enter_context(recorded(run_dir, "train", run["config"]))
+                launch_train.open_run(run_dir, run, config)
+            except BaseException:
+                ranks.any(True)  # the others must not wait for a run that does not begin
+                raise
+            ranks.any(False)
             train(set_up(run_dir, run, ranks, identifier))
 
 
-def fresh_state(block_size: int) -> dict[str, Any]:
+def fresh_state(drafts: int) -> dict[str, Any]:
     """Every variable of the loop that must survive a restart, as JSON values."""
     return {
         "global_step": 0,
@@ -69,7 +79,7 @@ def fresh_state(block_size: int) -> dict[str, Any]:
         "tokens": 0,
         "documents_without_anchors": 0,
         "steps_without_labels": 0,
-        "window": Window.empty(block_size),
+        "window": Window.empty(drafts),
     }
 
 
@@ -78,10 +88,16 @@ def resume(parts: Parts) -> dict[str, Any]:
     newest, ignored = newest_complete(parts.run_dir)
     for item in ignored:
         parts.event("checkpoint ignored", f"{item.path.name}: {item.reason}")
+    steps = parts.ranks.gather([-1.0 if newest is None else read_info(newest)["global_step"]])
+    if len({step for (step,) in steps}) > 1:
+        raise CheckpointMismatch(
+            f"the processes see different newest checkpoints in {parts.run_dir}, at steps "
+            f"{[int(step) for (step,) in steps]}; --run must be one folder that all nodes share"
+        )
     if parts.ranks.rank == 0:
         remove_partials(parts.run_dir / "checkpoints")
     if newest is None:
-        return fresh_state(parts.config.block_size)
+        return fresh_state(parts.engine.objective.drafts)
     state = checkpoint.restore(newest, parts.drafter, parts.optimizer)
     if state["global_step"] > parts.run["total_steps"]:
         raise CheckpointMismatch(f"{newest} is at step {state['global_step']} of {parts.run['total_steps']}")
@@ -90,88 +106,92 @@ def resume(parts: Parts) -> dict[str, Any]:
 
 
 def train(parts: Parts) -> None:
-    """The loop. Raises Interrupted after a requested stop (a checkpoint is saved), NonFinite before a bad update."""
-    config, ranks, total = parts.config, parts.ranks, int(parts.run["total_steps"])
-    reporter = Reporter(parts.run_dir, "train", ranks.rank)
-    reporter.update("set up", 0, total, "steps")
+    """Compile, then the loop. Raises Interrupted after a requested stop (a checkpoint is saved), NonFinite before a bad
+    update, CompileContract when a region does not compile as declared.
+    """
+    reporter = Reporter(parts.run_dir, "train", parts.ranks.rank)
+    reporter.update("set up", 0, int(parts.run["total_steps"]), "steps")
     state = resume(parts)
-    if parts.engine.attention == "flex":
-        expected = compiled.compile_layers(parts.drafter)
-        batch = parts.builder.build(((),) * parts.share.rows_per_pass, 0)
-        parts.event("compiled", "decoder layer", **compiled.warm_up(lambda: parts.stepper.rehearse(batch), expected))
-    batches = Prefetcher(stream(parts.builder, parts.share, state["epoch"], state["batch"]))
+    with compiled_regions(parts) as contract:
+        _loop(parts, state, reporter, contract)
+
+
+def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Contract) -> None:
+    config, ranks, total = parts.config, parts.ranks, int(parts.run["total_steps"])
+    metrics = Metrics(parts, state)
+    batches = stream(parts.builder, parts.share, state["epoch"], state["batch"])
+    feed = make_feed(Prefetcher(batches, config.prefetch), ranks.device)
     shown: dict[str, float] = {}
-    saved_at, window_started = state["global_step"] if state["global_step"] else None, time.perf_counter()
+    saved_at = state["global_step"] if state["global_step"] else None
+    stop = ranks.any(stop_requested())
+    metrics.start(state, feed)
     try:
         while True:
             step = state["global_step"]
-            last, stop = step >= total, ranks.any(stop_requested())
+            last = step >= total
             if (step % config.eval_every == 0 or last) and state["evaluated_at"] != step and (last or not stop):
                 reporter.update("estimate", step, total, "steps", **shown)
-                shown |= _evaluate(parts, state)
+                with metrics.outside():
+                    shown |= _evaluate(parts, state, metrics, contract)
             if (step % config.save_every == 0 or last or stop) and step > 0 and saved_at != step:
-                _save(parts, state)
+                with metrics.outside():
+                    _save(parts, state)
                 saved_at = step
             if last:
+                contract.check("the end of training")
                 break
             if stop:
                 raise Interrupted(
                     f"training stopped on request at step {step} of {total}, "
                     f"{'checkpoint saved' if step else 'nothing to save yet'}; the same command continues"
                 )
-            with compiled.contract(f"step {step}"):
-                parts.stepper.step(state, next(batches), total)
+            stop = _step(parts, state, feed, metrics, contract)
             reporter.update("train", state["global_step"], total, "steps", **shown)
             if (
                 state["global_step"] == 1
                 or state["global_step"] % config.log_every == 0
                 or state["global_step"] == total
             ):
-                numbers = Window.read(state["window"], config.block_size)
-                state["window"] = Window.empty(config.block_size)
-                seconds, window_started = time.perf_counter() - window_started, time.perf_counter()
-                numbers |= {
-                    "tokens_per_second": numbers.pop("tokens") / seconds,
-                    "memory_bytes": memory_bytes(ranks.device),
-                }
-                parts.metrics(state, "train", numbers)
-                logger.info("step %d of %d: %s", state["global_step"], total, _headline(numbers))
-                shown |= {
-                    name: numbers[key]
-                    for name, key in (("loss", "loss"), ("accept", "acceptance_length_estimate"))
-                    if key in numbers
-                }
+                shown |= metrics.log(state, feed)
+                contract.check(f"the end of step {step}")
     finally:
-        batches.close()
+        feed.close()
+        metrics.close()
     reporter.update("done", total, total, "steps", **shown)
 
 
-def _evaluate(parts: Parts, state: dict[str, Any]) -> dict[str, float]:
+def _step(parts: Parts, state: dict[str, Any], feed: Feed, metrics: Metrics, contract: Contract) -> bool:
+    """One step; returns whether any rank was asked to stop. The batch's memory is free again when this returns."""
+    with contract.watch(f"step {state['global_step']}"):
+        rows = next(feed)
+        stop: bool = parts.stepper.step(state, rows, int(parts.run["total_steps"]), stop_requested)
+    metrics.add(rows.parts)
+    return stop
+
+
+def _evaluate(parts: Parts, state: dict[str, Any], metrics: Metrics, contract: Contract) -> dict[str, float]:
     state["evaluated_at"] = state["global_step"]
     if parts.heldout is None:
         return {}
     started = time.perf_counter()
-    with compiled.contract("the held-out estimate"):
+    with contract.watch("the held-out estimate"):
         found = estimate(parts.drafter, parts.heldout, parts.share, parts.engine, parts.ranks)
     if not found:
         return {}
     state["acceptance_length_estimate"] = found["acceptance_length_estimate"]
-    parts.metrics(state, "heldout", found | {"seconds": time.perf_counter() - started})
-    logger.info("held-out estimate at step %d: %s", state["global_step"], _headline(found))
+    metrics.record(state, {"heldout": found | {"seconds": time.perf_counter() - started}})
+    logger.info("held-out estimate at step %d: %s", state["global_step"], headline(found))
     return {"held-out": found["acceptance_length_estimate"]}
-
-
-def _headline(numbers: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.5g}" for name, value in numbers.items() if "_slot_" not in name)
 
 
 def _save(parts: Parts, state: dict[str, Any]) -> None:
     if parts.ranks.rank > 0:
+        checkpoint.contents(parts.drafter, parts.optimizer)  # rank 0 asks for this rank's shares, if there are any
         return
     fresh = state["evaluated_at"] == state["global_step"]
     snapshot = checkpoint.Snapshot(
         loop_state=state,
-        run={key: parts.run[key] for key in ("config", "drafter", "store", "total_steps")},
+        run={key: value for key, value in parts.run.items() if key in checkpoint.RUN_KEYS},
         acceptance_length_estimate=state["acceptance_length_estimate"] if fresh else None,
     )
     folder = checkpoint.save(parts.run_dir, parts.drafter, parts.optimizer, snapshot)

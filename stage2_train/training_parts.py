@@ -13,19 +13,22 @@ from typing import Any
 import torch
 
 from manifests.commit import Ledger
-from manifests.records import EventRecord, MetricRecord
+from manifests.records import EventRecord
 from shared.config import from_dict
 from shared.errors import ConfigRefused
+from stage2_train import warm_start
 from stage2_train.config import TrainConfig
 from stage2_train.data import BatchBuilder, Shapes, Share
 from stage2_train.distributed import Ranks
 from stage2_train.drafter import Drafter
 from stage2_train.drafter_config import DrafterConfig
-from stage2_train.loss import Head, slot_weights
+from stage2_train.gradient import FlatGradient, Gradient
+from stage2_train.loss import Head
 from stage2_train.objective import Engine
+from stage2_train.optimizers import Optimizer, make_optimizer
 from stage2_train.pinned_store import reopen
-from stage2_train.schedule import FlatGradient, Optimizer, make_optimizer
 from stage2_train.selection import select
+from stage2_train.sharding import ShardedGradient, shard
 from stage2_train.step import Stepper
 
 logger = logging.getLogger(__name__)
@@ -55,18 +58,6 @@ class Parts:
         if self.ranks.rank == 0:
             self.ledger.append(EventRecord(run_id=self.run_id, event=event, message=message, detail=detail))
 
-    def metrics(self, state: dict[str, Any], split: str, numbers: dict[str, float]) -> None:
-        """Record numbers of this step once."""
-        if self.ranks.rank == 0:
-            self.ledger.append(
-                *(
-                    MetricRecord(
-                        run_id=self.run_id, global_step=state["global_step"], split=split, name=name, value=float(value)
-                    )
-                    for name, value in numbers.items()
-                )
-            )
-
 
 def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str) -> Parts:
     """Model, optimizer, data and records; the same on every rank except which rows it takes."""
@@ -76,13 +67,16 @@ def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str) ->
     geometry = DrafterConfig.from_hf_config(run["drafter"])
     store = reopen(config.store, run, run_dir)
     engine = make_engine(config, geometry, store.load_head(), ranks.device)
-    drafter = Drafter(geometry).initialise(config.seed).to(ranks.device)
-    optimizer = make_optimizer(config.optimizer, drafter.parameters(), config.learning_rate, config.weight_decay)
+    drafter = Drafter(geometry).initialise(config.seed).recompute_layers(config.activation_checkpointing)
+    start = warm_start.begin(drafter, run, run_dir)
+    gradient = _place(drafter, config, engine, ranks)
+    optimizer = make_optimizer(config.optimizer, gradient, ranks, config.learning_rate, config.weight_decay)
     shapes = Shapes(
         max_length=config.max_length,
         anchors=config.anchors,
         block_size=config.block_size,
         feature_size=len(geometry.target_layer_ids) * geometry.target_hidden_size,
+        objective=engine.objective,
     )
     pinned = ranks.device.type == "cuda"
     documents, left_out = select(store, "train")
@@ -114,11 +108,21 @@ def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str) ->
         )
         if held
         else None,
-        stepper=Stepper(drafter, optimizer, FlatGradient(drafter.parameters()), engine, ranks, config),
+        stepper=Stepper(drafter, optimizer, gradient, engine, ranks, config),
         ledger=Ledger(run_dir, f"train-{identifier}-{ranks.rank}"),
     )
     _announce(parts, len(held), left_out)
+    if start is not None:
+        parts.event("warm start", f"first weights from {start['path']}", **start)
     return parts
+
+
+def _place(drafter: Drafter, config: TrainConfig, engine: Engine, ranks: Ranks) -> Gradient:
+    """Put the drafter on this rank's device, whole or in shares; returns what the optimizer works on."""
+    if config.parallel == "fsdp":
+        shard(drafter, ranks, engine.dtype)
+        return ShardedGradient(drafter, ranks)
+    return FlatGradient(drafter.to(ranks.device), ranks)
 
 
 def _announce(parts: Parts, held: int, left_out: int) -> None:
@@ -172,7 +176,7 @@ def make_engine(
     return Engine(
         embed_tokens=embed,
         head=Head(head, geometry.output_multiplier, geometry.final_logit_softcapping),
-        slot_weights=slot_weights(config.block_size, config.decay_gamma()).to(device),
+        objective=config.objective(),
         attention=attention,
         dtype=dtype,
         device=device,

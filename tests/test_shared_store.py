@@ -254,6 +254,12 @@ def test_the_documents_cache_is_used_only_for_its_own_snapshot_and_when_whole(ma
     assert read_index(LocalFiles(path), opened.snapshot) is None
     written.write_bytes(data[:-1])
     assert read_index(LocalFiles(path), opened.snapshot) is None
+    data[-3] ^= 1
+    assert b'"documents": %d,' % len(opened.documents) in data
+    written.write_bytes(data.replace(b'"documents": %d,' % len(opened.documents), b'"documents": 0,'))
+    assert read_index(LocalFiles(path), opened.snapshot) is None
+    written.write_bytes(data)
+    assert read_index(LocalFiles(path), opened.snapshot) is not None
     os.rename(path / "elsewhere", path / "blocks")  # noqa: PTH104
     path.rename(moved)
     assert len(TeacherStore(moved, {3: seal}).documents) == 4

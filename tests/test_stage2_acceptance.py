@@ -20,7 +20,7 @@ from stage2_train.acceptance import (
 def test_perfect_drafter_gains_a_whole_block_each_cycle() -> None:
     cycles = [Cycle(accepted=7, kept=8)] * 3
     assert acceptance_length([cycles]) == 8.0
-    plain, conditional = acceptance_per_position([cycles], block_size=8)
+    plain, conditional = acceptance_per_position([cycles], drafts=7)
     assert plain == [1.0] * 7
     assert conditional == [1.0] * 7
 
@@ -28,7 +28,7 @@ def test_perfect_drafter_gains_a_whole_block_each_cycle() -> None:
 def test_useless_drafter_gains_the_bonus_only() -> None:
     cycles = [Cycle(accepted=0, kept=1)] * 5
     assert acceptance_length([cycles]) == 1.0
-    plain, conditional = acceptance_per_position([cycles], block_size=4)
+    plain, conditional = acceptance_per_position([cycles], drafts=3)
     assert plain == [0.0, 0.0, 0.0]
     assert conditional == [0.0, None, None]
 
@@ -45,7 +45,7 @@ def test_tokens_after_the_end_count_neither_as_gain_nor_as_rejection() -> None:
     # Five drafts passed but the text ended at the second token: slots 3.. were not judged.
     cycles = [Cycle(accepted=5, kept=2), Cycle(accepted=1, kept=2)]
     assert acceptance_length([cycles]) == 2.0
-    plain, conditional = acceptance_per_position([cycles], block_size=8)
+    plain, conditional = acceptance_per_position([cycles], drafts=7)
     assert plain[:3] == [1.0, 0.5, 0.0]
     # slot 2 was reached by both (passed in one, refused in the other); slot 3 by none
     assert conditional[:3] == [1.0, 0.5, None]
@@ -57,7 +57,7 @@ def test_nothing_measured_is_none_and_not_zero() -> None:
     assert acceptance_length_macro([[]]) is None
     assert mean_cycles([]) is None
     assert bootstrap_interval([[Cycle(0, 1)]], seed=0) is None
-    assert acceptance_per_position([], block_size=3) == ([None, None], [None, None])
+    assert acceptance_per_position([], drafts=2) == ([None, None], [None, None])
 
 
 @settings(max_examples=200, deadline=None)
@@ -72,7 +72,7 @@ def test_nothing_measured_is_none_and_not_zero() -> None:
 def test_per_position_equals_a_slow_recount(case: tuple[int, list[list[tuple[int, int]]]]) -> None:
     block, raw = case
     prompts = [[Cycle(a, min(kept, a + 1)) for a, kept in cycles] for cycles in raw]
-    plain, conditional = acceptance_per_position(prompts, block)
+    plain, conditional = acceptance_per_position(prompts, block - 1)
     for k in range(1, block):
         judged = passed = given_previous = 0
         for cycle in (cycle for cycles in prompts for cycle in cycles):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from shared.errors import CompileContract
-from stage2_train.attention import TILE, Layout, additive, block_mask, build_masks, dense_mask, grouped_mask, mask_mod
-from stage2_train.compiled import EAGER_FLEX, contract
+from stage2_train.attention import (
+    TILE,
+    Layout,
+    additive,
+    block_mask,
+    build_masks,
+    dense_mask,
+    grouped_mask,
+    mask_mod,
+)
 from stage2_train.drafter import attention
 from stage2_train.drafter_config import LayerKind
 
@@ -104,6 +108,32 @@ def test_tiles_hold_every_visible_pair_and_full_tiles_nothing_else(
                 assert pairs.shape[1] == TILE  # a full tile is never tested, so it must not reach past the keys
 
 
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    st.integers(1, 30),
+    st.integers(2, 20),
+    st.integers(0, 2**20),
+    st.sampled_from([*KINDS, LayerKind(False, 200), LayerKind(True, 130)]),
+)
+@settings(max_examples=30, deadline=None)
+def test_all_eight_lists_are_those_of_create_block_mask(
+    lengths: list[int], blocks: int, size: int, seed: int, kind: LayerKind
+) -> None:
+    layout, _ = a_layout(lengths, blocks, size, seed)
+    queries = blocks * size
+    slow = create_block_mask(mask_mod(layout, kind), 1, None, queries, queries + layout.context_length, "cpu", TILE)
+    fast = block_mask(layout, kind)
+    assert fast.shape == slow.shape
+    for side in ("kv", "full_kv", "q", "full_q"):
+        numbers, indices = getattr(fast, f"{side}_num_blocks"), getattr(fast, f"{side}_indices")
+        assert torch.equal(numbers, getattr(slow, f"{side}_num_blocks"))
+        want = getattr(slow, f"{side}_indices")
+        assert (indices.shape, indices.dtype, indices.is_contiguous()) == (want.shape, torch.int32, True)
+        listed = torch.arange(indices.shape[-1]) < numbers[..., None]
+        assert torch.equal(indices.where(listed, -1), want.where(listed, -1))
+        assert torch.equal(indices.sort(-1).values, torch.arange(indices.shape[-1]).expand_as(indices).int())
+
+
 def _tiles(numbers: Tensor, indices: Tensor) -> Tensor:
     chosen = torch.zeros(indices.shape[2], indices.shape[3], dtype=torch.bool)
     for tile in range(indices.shape[2]):
@@ -138,29 +168,6 @@ def test_shapes_of_the_tile_lists_never_depend_on_the_anchors() -> None:
         assert mask.full_kv_indices is not None
         shapes.add((tuple(mask.kv_indices.shape), tuple(mask.full_kv_indices.shape), mask.kv_indices.dtype))
     assert len(shapes) == 1
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    ("blocks", "size", "kind", "heads"),
-    [
-        (1, 2, KINDS[0], (4, 2)),
-        (127, 1, KINDS[0], (3, 1)),
-        (16, 8, KINDS[0], (6, 2)),
-        (43, 3, KINDS[3], (6, 2)),
-        (18, 7, KINDS[2], (2, 2)),
-    ],
-)
-def test_flex_forward_equals_sdpa(blocks: int, size: int, kind: LayerKind, heads: tuple[int, int]) -> None:
-    layout, _ = a_layout([50, 90], blocks, size, seed=blocks)
-    generator = torch.Generator().manual_seed(0)
-    queries = blocks * size
-    q = torch.randn(1, heads[0], queries, 16, generator=generator)
-    k, v = (torch.randn(1, heads[1], layout.context_length + queries, 16, generator=generator) for _ in "kv")
-    got = attention(q, k, v, block_mask(layout, kind))
-    torch.testing.assert_close(
-        got, attention(q, k, v, additive(dense_mask(layout, kind), q.dtype)), rtol=1e-5, atol=1e-5
-    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,60 +206,3 @@ def test_layers_of_one_kind_share_a_mask() -> None:
     masks = build_masks(layout, [KINDS[0], KINDS[3], KINDS[0]], "flex", torch.float32)
     assert list(masks) == [KINDS[0], KINDS[3]]
     assert all(isinstance(mask, BlockMask) for mask in masks.values())
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch.compiler.set_stance("default")
-    torch._dynamo.reset()
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("kind", [KINDS[0], LayerKind(True, 100)])
-@pytest.mark.parametrize(
-    ("lengths", "blocks", "heads"),
-    [([127], 8, (4, 2)), ([128], 8, (6, 2)), ([129, 400], 67, (4, 1)), ([1025, 300], 64, (8, 8))],
-)
-def test_compiled_flex_equals_sdpa_forward_and_backward(
-    kind: LayerKind, lengths: list[int], blocks: int, heads: tuple[int, int]
-) -> None:
-    layout, _ = a_layout(lengths, blocks, 16, seed=0, padding=0)
-    layout = Layout(layout.start.cuda(), layout.end.cuda(), layout.context_length, layout.block_size)
-    generator, queries = torch.Generator("cuda").manual_seed(0), blocks * 16
-    shapes = ((1, heads[0], queries, 64), *((1, heads[1], layout.context_length + queries, 64),) * 2)
-    wide = [torch.randn(shape, generator=generator, device="cuda").requires_grad_() for shape in shapes]
-    half = [tensor.detach().bfloat16().requires_grad_() for tensor in wide]
-    compiled = torch.compile(attention, fullgraph=True, dynamic=False)
-    scale = torch.randn(shapes[0], generator=generator, device="cuda")
-    exact = attention(*wide, additive(dense_mask(layout, kind), torch.float32))
-    (exact * scale).sum().backward()
-    found = compiled(*half, block_mask(layout, kind))
-    (found.float() * scale).sum().backward()
-    assert (found.float() - exact).norm() <= 1e-2 * exact.norm()
-    for want, got in zip(wide, half, strict=True):
-        assert want.grad is not None
-        assert got.grad is not None
-        assert torch.isfinite(got.grad).all()
-        assert (got.grad.float() - want.grad).norm() <= 2e-2 * want.grad.norm()
-
-
-def test_an_eager_flex_call_is_an_error_by_the_text_we_filter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.nn.attention.flex_attention._WARNINGS_SHOWN", set())  # it warns once a process
-    q = torch.randn(1, 1, 16, 16)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=EAGER_FLEX)
-        with pytest.raises(CompileContract, match="without its kernel at step 3"), contract("step 3"):
-            flex_attention(q, q, q)
-
-
-def test_a_forbidden_recompile_is_a_named_error() -> None:
-    with pytest.raises(CompileContract, match=r"at step 9: .*grad_mode"), contract("step 9"):
-        raise RuntimeError(
-            "Detected recompile when torch.compile stance is 'fail_on_recompile'.\n GLOBAL_STATE changed: grad_mode"
-        )
-    with pytest.raises(RuntimeError, match="something else"), contract("step 9"):
-        raise RuntimeError("something else")

@@ -16,7 +16,7 @@ from stage2_train.checkpoint import Snapshot, load_drafter
 from stage2_train.checkpoint_folder import folder_of, newest_complete, read_info, require_same
 from stage2_train.drafter import Drafter
 from stage2_train.drafter_config import DrafterConfig
-from stage2_train.schedule import adamw
+from stage2_train.optimizers import adamw
 
 CONFIG = DrafterConfig(
     hidden_size=16,

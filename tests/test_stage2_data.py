@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from toy_store import HIDDEN, MASK, Text, counting_text, counting_texts, make_st
 from manifests.commit import files_of
 from shared.errors import StoreDamaged, StoreIncomplete, StoreMissing
 from shared.store_layout import block_name
-from stage2_train.data import Batch, BatchBuilder, Prefetcher, Shapes, Share, StepRows, stream
-from stage2_train.loss import Head, slot_weights
-from stage2_train.objective import Engine, move, weight_sum
+from stage2_train.batch import Batch
+from stage2_train.data import BatchBuilder, Prefetcher, Shapes, Share, StepRows, stream
+from stage2_train.loss import Head
+from stage2_train.objective import Engine, denominator, move
+from stage2_train.objectives import Objective
 from stage2_train.packing import epoch_rows
 from stage2_train.selection import open_store, select
 
@@ -23,11 +26,28 @@ TAPS = 2
 
 
 def a_builder(
-    path: Path, *, max_length: int = 32, anchors: int = 6, block_size: int = 4, split: str = "train"
+    path: Path, *, max_length: int = 32, anchors: int = 6, split: str = "train", **objective: Any
 ) -> BatchBuilder:
     store = open_store(path)
-    shapes = Shapes(max_length=max_length, anchors=anchors, block_size=block_size, feature_size=TAPS * HIDDEN)
+    shapes = Shapes(
+        max_length=max_length,
+        anchors=anchors,
+        block_size=4,
+        feature_size=TAPS * HIDDEN,
+        objective=Objective(block_size=4, **objective),
+    )
     return BatchBuilder(store, select(store, split)[0], shapes, seed=5)
+
+
+def an_engine(**objective: Any) -> Engine:
+    return Engine(
+        embed_tokens=torch.zeros(40, HIDDEN),
+        head=Head(torch.zeros(40, HIDDEN)),
+        objective=Objective(block_size=4, **objective),
+        attention="sdpa",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
 
 
 @pytest.fixture
@@ -102,7 +122,7 @@ def test_empty_rows_and_documents_without_anchors_stay_in_step(tmp_path: Path) -
     assert not batch.counted[-1].any()
     assert batch.features.shape == (2, 32, TAPS * HIDDEN)
     only = builder.build(((),), epoch=0)
-    assert weight_sum((only,), slot_weights(4, 2.0)) == 0.0
+    assert denominator((only,), Objective(block_size=4)) == 0.0
     assert (only.end == 0).all()
 
 
@@ -112,6 +132,80 @@ def test_documents_longer_than_a_row_are_cut(tmp_path: Path) -> None:
     assert batch.tokens == 32
     positions = batch.anchor_positions[0][:, None] + np.arange(4)
     assert not batch.counted[0][positions >= 32].any()
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_a_batch_holds_the_distribution_that_the_target_had_for_each_label(tmp_path: Path, shift: bool) -> None:
+    path = make_store(tmp_path / "x.zarr", counting_texts(12), blocks=2, topk=5)
+    slots = {"shift_labels": True, "slot_0": True} if shift else {}
+    builder = a_builder(path, max_length=64, loss="mixed", **slots)
+    rows = epoch_rows(builder.lengths(), 64, 5, 0)
+    batch, ids_only = builder.build(rows, 0), a_builder(path, max_length=64, labels="teacher", **slots).build(rows, 0)
+    assert batch.teacher_ids is not None
+    assert batch.teacher_logits is not None
+    assert batch.teacher_logsumexp is not None
+    assert ids_only.teacher_ids is None
+    np.testing.assert_array_equal(ids_only.counted, batch.counted)
+    seen = differing = 0
+    for number, row in enumerate(rows):
+        for piece in row:
+            stored = builder.store.read_document(
+                builder.documents[piece.document], ("input_ids", "topk_ids", "topk_logits", "logsumexp")
+            )
+            mine = (batch.start[number] == piece.offset) & (batch.remaining[number] > 0)
+            for slot, k in zip(*np.nonzero(batch.counted[number] & mine[:, None]), strict=True):
+                at = batch.anchor_positions[number, slot] + k + shift
+                where = (number, slot, k)
+                assert batch.labels[where] == stored["input_ids"][at]
+                np.testing.assert_array_equal(batch.teacher_ids[where], stored["topk_ids"][at - 1])
+                np.testing.assert_array_equal(batch.teacher_logits[where], stored["topk_logits"][at - 1])
+                assert batch.teacher_logsumexp[where] == stored["logsumexp"][at - 1]
+                assert ids_only.labels[where] == stored["topk_ids"][at - 1, 0]
+                seen += 1
+                differing += ids_only.labels[where] != batch.labels[where]
+    assert 0 < differing < seen
+
+
+def test_distributions_reach_the_trained_slots_on_the_device(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "x.zarr", counting_texts(12), topk=5)
+    builder = a_builder(path, loss="kl")
+    batch = builder.build(epoch_rows(builder.lengths(), 32, 5, 0)[:2], 0)
+    moved = move(batch, MASK, an_engine(loss="kl"))
+    assert moved.targets.distributions is not None
+    ids, logits, logsumexp = moved.targets.distributions
+    assert batch.teacher_ids is not None
+    assert batch.teacher_logits is not None
+    assert batch.teacher_logsumexp is not None
+    np.testing.assert_array_equal(ids.numpy(), batch.teacher_ids[:, :, 1:].reshape(12, 3, 5))
+    want = (batch.teacher_logits[:, :, 1:].astype(np.uint32) << 16).view(np.float32).reshape(12, 3, 5)
+    np.testing.assert_array_equal(logits.float().numpy(), want)
+    np.testing.assert_array_equal(logsumexp.numpy(), batch.teacher_logsumexp[:, :, 1:].reshape(12, 3))
+
+
+def test_following_gives_every_anchor_once_and_says_where_its_answer_ends(tmp_path: Path) -> None:
+    two_answers = Text(list(range(20)), [0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0])
+    builder = a_builder(make_store(tmp_path / "x.zarr", [two_answers, counting_text(0, 1, 2, 9)]))
+    rows = epoch_rows(builder.lengths(), 32, 5, 0)
+    found: dict[int, list[tuple[int, int]]] = {}
+    features = []
+    for batch in builder.follow(rows, 4):
+        for row, slot in zip(*np.nonzero(batch.remaining), strict=True):
+            facts = (int(batch.anchor_positions[row, slot]), int(batch.remaining[row, slot]))
+            found.setdefault(int(batch.start[row, slot]), []).append(facts)
+        features.append(batch.features)
+    short = [(a, 10 - a) for a in range(2, 10)]
+    long = [(a, 5 - a) for a in range(2, 5)] + [(a, 16 - a) for a in range(9, 16)]
+    assert sorted(found.values(), key=len) == [short, long]
+    assert all(part is features[0] or np.shares_memory(part, features[0]) for part in features)  # read once
+
+
+def test_coverage_is_counted_over_the_documents_of_a_batch(store: Path) -> None:
+    builder = a_builder(store, anchors=3)
+    rows = epoch_rows(builder.lengths(), 32, 5, 0)
+    batch, all_of_them = builder.build(rows, 0), a_builder(store, anchors=64).build(rows, 0)
+    assert 0 < batch.covered < batch.coverable
+    assert all_of_them.covered == all_of_them.coverable == batch.coverable
+    assert builder.build(((),), 0).coverable == 0
 
 
 def test_selection_keeps_splits_apart_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
@@ -191,15 +285,7 @@ def test_a_damaged_block_is_named(store: Path) -> None:
 def test_features_arrive_on_the_device_as_the_numbers_they_were(store: Path) -> None:
     builder = a_builder(store)
     batch: Batch = builder.build(epoch_rows(builder.lengths(), 32, 5, 0)[:2], 0)
-    engine = Engine(
-        embed_tokens=torch.zeros(40, HIDDEN),
-        head=Head(torch.zeros(40, HIDDEN)),
-        slot_weights=slot_weights(4, 2.0),
-        attention="sdpa",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    moved = move(batch, MASK, engine)
+    moved = move(batch, MASK, an_engine())
     assert moved.features.dtype == torch.float32
     want = torch.from_numpy(batch.features.astype(np.int32) << 16).view(torch.float32)
     assert torch.equal(moved.features, want)

@@ -36,19 +36,35 @@ def test_overfitted_drafter_fills_every_block_and_the_text_is_the_targets(kind: 
     assert acceptance_length([batch.texts[0].cycles]) == BLOCK
 
 
-@pytest.mark.parametrize("sliding", [False, True])
-def test_text_and_every_cycle_equal_the_slow_reference(sliding: bool) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3.5"])
+def test_with_shifted_labels_every_slot_drafts_and_a_full_block_gains_one_more(kind: str) -> None:
+    target = tiny_target(kind)
+    drafter, text = fitted(kind, shift=True)
+    batch = speculative_decode(
+        target, drafter, PROMPTS[:1], settings(max_new_tokens=1 + 5 * (BLOCK + 1), eos_token_ids=frozenset())
+    )
+    assert tuple(batch.texts[0].tokens) == text[: 1 + 5 * (BLOCK + 1)]
+    assert batch.texts[0].cycles == [Cycle(accepted=BLOCK, kept=BLOCK + 1)] * 5
+    (smaller,) = speculative_decode(target, drafter, PROMPTS[:1], settings(block_size=2)).texts
+    assert smaller.tokens == slow_greedy(target, PROMPTS[0], 24)
+    assert max(cycle.accepted for cycle in smaller.cycles) == 2
+
+
+@pytest.mark.parametrize(("sliding", "shift"), [(False, False), (True, False), (False, True), (True, True)])
+def test_text_and_every_cycle_equal_the_slow_reference(sliding: bool, shift: bool) -> None:
     target = tiny_target()
-    drafter, _ = fitted("qwen3", sliding)
-    prompts = [*PROMPTS, [*PROMPTS[0], 30], [5, 9, 14, 24]]
+    drafter, text = fitted("qwen3", sliding, shift)
+    changed = [PROMPTS[0][0] + 1, *PROMPTS[0][1:]]
+    left = [[*PROMPTS[0], *text[:kept], 9] for kept in (6, 14)]
+    prompts = [*PROMPTS, [*PROMPTS[0], 30], [5, 9, 14, 24], PROMPTS[0][2:], changed, *left]
     batch = speculative_decode(target, drafter, prompts, settings())
     accepted = []
-    for prompt, text in zip(prompts, batch.texts, strict=True):
+    for prompt, found in zip(prompts, batch.texts, strict=True):
         tokens, cycles = slow_speculative(target, drafter, prompt, 24)
-        assert text.tokens == tokens == slow_greedy(target, prompt, 24)
-        assert text.cycles == cycles
+        assert found.tokens == tokens == slow_greedy(target, prompt, 24)
+        assert found.cycles == cycles
         accepted += [cycle.accepted for cycle in cycles]
-    assert {0, BLOCK - 1} < set(accepted), "the prompts must meet refused, part-accepted and full blocks"
+    assert {0, BLOCK - 1 + shift} < set(accepted), "the prompts must meet refused, part-accepted and full blocks"
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt-oss"])

@@ -9,8 +9,10 @@ import torch
 from slow_drafter import CASES, FULL, SLIDING, config_of
 
 from shared.errors import ConfigRefused
+from stage2_train.config import TrainConfig
 from stage2_train.drafter import Drafter
 from stage2_train.drafter_config import DrafterConfig, drafter_geometry
+from stage2_train.layer_types import expand_layer_types
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -24,6 +26,34 @@ def test_old_and_new_config_schemas_mean_the_same() -> None:
     old["dflash_config"] = {"mask_token_id": 49, "target_layer_ids": [1, 2]}
     only_new = {k: v for k, v in new.items() if k not in ("rope_theta", "rope_scaling", "block_size")}
     assert DrafterConfig.from_hf_config(old) == DrafterConfig.from_hf_config(only_new) == config_of(rope_theta=1e7)
+
+
+def test_label_switches_are_written_only_when_on_and_read_back() -> None:
+    plain, shifted, trained = config_of(), config_of(shift_labels=True), config_of(slot_0=True)
+    assert (plain.slot_0, plain.first_draft) == (False, 1)
+    assert (shifted.slot_0, shifted.first_draft) == (True, 0)
+    assert (trained.shift_labels, trained.first_draft) == (False, 1)
+    for config in (plain, shifted, trained):
+        assert DrafterConfig.from_hf_config(config.to_hf_config()) == config
+    switches = ("shift_labels", "slot_0", "sample_from_anchor")
+    assert not {*switches} & {*plain.to_hf_config(), *plain.to_hf_config()["dflash_config"]}
+    assert [shifted.to_hf_config()["dflash_config"][name] for name in switches] == [True] * 3
+    foreign = plain.to_hf_config() | {"sample_from_anchor": True}
+    assert DrafterConfig.from_hf_config(foreign).shift_labels
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        (("4xsliding", "full"), (SLIDING,) * 4 + (FULL,)),
+        (("full", SLIDING, "2xfull_attention"), (FULL, SLIDING, FULL, FULL)),
+        ((), ()),
+        (("0xfull", "windowed"), ("windowed",)),
+    ],
+)
+def test_layer_types_may_be_short(short: tuple[str, ...], full: tuple[str, ...]) -> None:
+    assert expand_layer_types(short) == full
+    assert TrainConfig(store="x", layer_types=short).layer_types == full
 
 
 def test_layer_ids_are_never_guessed() -> None:
@@ -44,6 +74,7 @@ def test_layer_ids_are_never_guessed() -> None:
         ({"layer_types": (SLIDING, FULL)}, "window"),
         ({"layer_types": ("linear", FULL)}, "unknown layer types"),
         ({"target_layer_ids": ()}, "target_layer_ids"),
+        ({"shift_labels": True, "slot_0": False}, "shifted labels without slot 0"),
     ],
 )
 def test_geometries_that_cannot_work_are_refused(changes: dict[str, Any], said: str) -> None:

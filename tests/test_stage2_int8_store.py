@@ -14,8 +14,9 @@ from toy_store import HIDDEN, MASK, counting_texts, make_store
 
 from shared.errors import NonFinite
 from stage2_train.data import BatchBuilder, Shapes
-from stage2_train.loss import Head, slot_weights
+from stage2_train.loss import Head
 from stage2_train.objective import DeviceBatch, Engine, move
+from stage2_train.objectives import Objective
 from stage2_train.packing import Rows, epoch_rows
 from stage2_train.selection import open_store, select
 
@@ -45,7 +46,7 @@ def engine(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Engine:
     return Engine(
         embed_tokens=torch.zeros(40, HIDDEN, device=device),
         head=Head(torch.zeros(40, HIDDEN, device=device)),
-        slot_weights=slot_weights(4, 2.0).to(device),
+        objective=Objective(block_size=4, gamma=2.0),
         attention="sdpa",
         dtype=dtype,
         device=torch.device(device),
@@ -86,8 +87,10 @@ def test_everything_but_the_features_is_that_of_the_bf16_store(stores: dict[str,
         coded.without_anchors,
     )
     placed = [move(batch, MASK, engine()) for batch in (plain, coded)]
-    for name in ("context_positions", "block_positions", "block_ids", "labels", "counted"):
+    for name in ("context_positions", "block_positions", "block_ids"):
         assert torch.equal(getattr(placed[0], name), getattr(placed[1], name)), name
+    for name in ("labels", "counted"):
+        assert torch.equal(getattr(placed[0].targets, name), getattr(placed[1].targets, name)), name
     exact, found = (batch.features.float() for batch in placed)
     error = (found - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-9)
     assert 0 < error.max() < 0.03
@@ -107,7 +110,7 @@ def test_any_number_of_reader_threads_gives_the_same_batch(stores: dict[str, Pat
 def test_empty_rows_are_zeros(stores: dict[str, Path]) -> None:
     builder = builder_of(stores["int8"])
     empty = builder.build(((), ()), 0)
-    assert empty.finite_rows() == [True, True]
+    assert all(empty.finite_tokens(row).all() for row in (0, 1))
     assert (move(empty, MASK, engine()).features == 0).all()
     mixed = builder.build((*rows_of(builder)[:1], ()), 0)
     assert (move(mixed, MASK, engine()).features[1] == 0).all()
@@ -118,12 +121,14 @@ def test_the_row_with_a_bad_feature_is_found_and_named(tmp_path: Path, precision
     store = make_store(tmp_path / "x.zarr", counting_texts(12), corrupt=5, precision=precision)
     builder = builder_of(store)
     batch = builder.build(rows_of(builder), 0)
-    assert batch.finite_rows() == [5 not in names for names in batch.documents]
+    assert [batch.finite_tokens(row).all() for row in range(len(batch.documents))] == [
+        5 not in names for names in batch.documents
+    ]
     with pytest.raises(NonFinite, match=r"document .* are not finite"):
         run_here(config_of(store, tmp_path / "run", steps=20))
     if batch.channels is not None:
         batch.channels[0, 3] = np.inf
-        assert not any(batch.finite_rows())
+        assert not any(batch.finite_tokens(row).all() for row in range(len(batch.documents)))
 
 
 def test_the_loss_follows_that_of_the_bf16_store(stores: dict[str, Path], tmp_path: Path) -> None:
@@ -155,5 +160,7 @@ def test_pinned_batches_arrive_on_a_gpu_as_on_the_cpu(stores: dict[str, Path], p
     batch = pinned.build(rows[:2], 0)
     assert all(tensor.is_pinned() for tensor in batch.tensors.values())
     for here, there in zip(moved(plain, "cpu"), moved(pinned, "cuda"), strict=True):
-        for name in ("features", "context_positions", "block_ids", "labels", "counted"):
+        for name in ("features", "context_positions", "block_ids"):
             assert torch.equal(getattr(there, name).cpu(), getattr(here, name)), name
+        assert torch.equal(there.targets.labels.cpu(), here.targets.labels)
+        assert torch.equal(there.targets.counted.cpu(), here.targets.counted)

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stage2_train.benchmarks.precision import bootstrap_ratio, counts_of, pooled, read_counts, report, seed_interval
+from stage2_train.benchmarks.comparison import bootstrap_ratio, counts_of, pooled, read_counts, seed_interval
+from stage2_train.benchmarks.precision import report
 
 
 def fake_report(kept: list[list[int]]) -> dict[str, object]:

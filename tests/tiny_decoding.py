@@ -103,7 +103,7 @@ def slow_greedy(target: Target, prompt: Sequence[int], new: int, eos: frozenset[
 
 
 def slow_drafts(target: Target, drafter: Drafter, committed: Sequence[int], anchor: int) -> list[int]:
-    """B-1 drafts by the training-time forward on freshly computed features of everything before the anchor."""
+    """The drafts by the training-time forward on freshly computed features of everything before the anchor."""
     start, size = len(committed), drafter.config.block_size
     _, features = fresh(target, committed)
     layout = Layout(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([[start]], dtype=torch.int32), start, size)
@@ -117,7 +117,8 @@ def slow_drafts(target: Target, drafter: Drafter, committed: Sequence[int], anch
             start + torch.arange(size)[None],
             masks,
         )
-        return logits(hidden[0, 1:], target.lm_head_weight, drafter.config).argmax(-1).tolist()
+        first = 0 if drafter.config.shift_labels else 1
+        return logits(hidden[0, first:], target.lm_head_weight, drafter.config).argmax(-1).tolist()
 
 
 def slow_speculative(
@@ -142,8 +143,8 @@ def slow_speculative(
 def fit(target: Target, drafter: Drafter, document: Sequence[int], first: int, steps: int) -> Drafter:
     """Train on every anchor of one document with plain cross-entropy, the labels being the document itself."""
     _, features = fresh(target, document)
-    size, length = drafter.config.block_size, len(document)
-    anchors = torch.arange(first, length - size + 1)
+    size, length, shift = drafter.config.block_size, len(document), int(drafter.config.shift_labels)
+    anchors = torch.arange(first, length - size + 1 - shift)
     layout = Layout(torch.zeros_like(anchors)[None].int(), anchors[None].int(), length, size)
     masks = build_masks(layout, drafter.kinds, "sdpa", torch.float32)
     positions = (anchors[:, None] + torch.arange(size)).flatten()
@@ -151,13 +152,14 @@ def fit(target: Target, drafter: Drafter, document: Sequence[int], first: int, s
     block_ids = torch.full((len(anchors), size), MASK)
     block_ids[:, 0] = ids[anchors]
     embeds = embed_blocks(block_ids.flatten()[None], target.embed_tokens_weight, drafter.config).clone()
-    labels = ids[positions].view(-1, size)[:, 1:]
+    labels = ids[positions + shift].view(-1, size)[:, 1 - shift :]
     optimiser = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     for _ in range(steps):
         hidden = drafter(
             drafter.project_context(features[None].clone()), embeds, torch.arange(length)[None], positions[None], masks
         )
-        raw = logits(hidden[0].view(-1, size, hidden.shape[-1])[:, 1:], target.lm_head_weight.clone(), drafter.config)
+        hidden = hidden[0].view(-1, size, hidden.shape[-1])[:, 1 - shift :]
+        raw = logits(hidden, target.lm_head_weight.clone(), drafter.config)
         loss = torch.nn.functional.cross_entropy(raw.flatten(0, 1), labels.flatten())
         optimiser.zero_grad()
         loss.backward()
@@ -167,10 +169,10 @@ def fit(target: Target, drafter: Drafter, document: Sequence[int], first: int, s
 
 
 @lru_cache
-def fitted(kind: str, sliding: bool = False) -> tuple[Drafter, tuple[int, ...]]:
+def fitted(kind: str, sliding: bool = False, shift: bool = False) -> tuple[Drafter, tuple[int, ...]]:
     """A drafter that knows the target's continuation of PROMPTS[0] by heart, and that continuation."""
     target = tiny_target(kind)
     text = slow_greedy(target, PROMPTS[0], 40, eos=frozenset())
     changes = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6} if sliding else {}
-    drafter = Drafter(drafter_config(**changes)).initialise(0)
+    drafter = Drafter(drafter_config(**changes, shift_labels=shift)).initialise(0)
     return fit(target, drafter, [*PROMPTS[0], *text], len(PROMPTS[0]), 120), tuple(text)

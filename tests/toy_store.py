@@ -82,6 +82,21 @@ def stored_features(values: torch.Tensor, precision: str) -> dict[str, np.ndarra
     }
 
 
+def teacher_arrays(ids: np.ndarray[Any, Any], topk: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Distributions of the next token for tokens int32 [N]: at every third place another word than the next is best."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(ids), VOCAB, generator=generator)
+    best = torch.from_numpy(np.append(ids[1:], 0)).long()
+    best[::3] = (best[::3] + 1) % 37
+    logits[torch.arange(len(ids)), best] += 6.0
+    top = logits.topk(topk, dim=-1)
+    return {
+        "topk_ids": top.indices.to(torch.int32).numpy(),
+        "topk_logits": bits(top.values),
+        "logsumexp": logits.logsumexp(-1).numpy(),
+    }
+
+
 def make_store(
     path: Path,
     texts: list[Text],
@@ -91,6 +106,7 @@ def make_store(
     hidden: int = HIDDEN,
     corrupt: int | None = None,
     precision: str = "bfloat16",
+    topk: int = 0,
     name: str = "toy",
     identity: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -115,7 +131,7 @@ def make_store(
             "hidden_size": hidden,
             "vocab_size": VOCAB,
             "mask_token_id": MASK,
-            "topk": 0,
+            "topk": topk,
             "dtype": "bfloat16",
             "precision": precision,
             "last_hidden": "none",
@@ -142,6 +158,7 @@ def make_store(
         arrays = {
             "input_ids": ids,
             "loss_mask": np.concatenate([np.asarray(text.loss_mask, np.uint8) for text in chosen]),
+            **(teacher_arrays(ids, topk, block) if topk else {}),
             **stored_features(states.view(len(ids), taps, hidden).to(torch.bfloat16), precision),
             "document_offsets": np.cumsum([0, *(len(text.input_ids) for text in chosen)]).astype(np.int64),
             "document_index": np.asarray(members, np.int64),

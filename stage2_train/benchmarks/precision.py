@@ -11,81 +11,14 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import click
-import numpy as np
+
+from stage2_train.benchmarks.comparison import bootstrap_ratio, places, pooled, read_counts, run_all, seed_interval
 
 PRECISIONS = ("bfloat16", "int8")
-# Two-sided 95 % points of Student's t for 1..9 degrees of freedom.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-Counts = np.ndarray[Any, Any]
-
-
-def counts_of(report: Mapping[str, Any]) -> Counts:
-    """[prompts, 2] of one evaluation report: tokens kept by verify cycles, cycles."""
-    return np.asarray([[sum(text["kept"]), len(text["kept"])] for text in report["results"]], dtype=np.float64)
-
-
-def pooled(counts: Counts) -> float:
-    """Acceptance length over prompts: tokens / cycles."""
-    return float(counts[..., 0].sum() / counts[..., 1].sum())
-
-
-def bootstrap_ratio(pairs: Sequence[tuple[Counts, Counts]], draws: int = 4000, seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the mean over seeds of the ratio second / first, over prompts drawn again.
-
-    One draw takes the same prompts for both precisions and all seeds, since they were decoded from the same ones.
-    """
-    rng = np.random.default_rng(seed)
-    prompts = len(pairs[0][0])
-    drawn = []
-    for _ in range(draws):
-        chosen = rng.integers(0, prompts, prompts)
-        drawn.append(np.mean([pooled(second[chosen]) / pooled(first[chosen]) for first, second in pairs]))
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return float(low), float(high)
-
-
-def seed_interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """95 % t interval of the mean ratio over seeds; unbounded for a single seed."""
-    if len(ratios) < 2:
-        return float("-inf"), float("inf")
-    half = _T95[len(ratios) - 2] * statistics.stdev(ratios) / len(ratios) ** 0.5
-    return statistics.mean(ratios) - half, statistics.mean(ratios) + half
-
-
-def run_all(jobs: Mapping[Path, Sequence[str]], parallel: int) -> None:
-    """Run `dflash` commands, `parallel` at a time, each into its log; raises SystemExit naming the one that failed."""
-
-    def one(item: tuple[Path, Sequence[str]]) -> tuple[Path, int, float]:
-        log, arguments = item
-        log.parent.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
-        with log.open("w") as file:
-            done = subprocess.run(
-                [sys.executable, "-m", "shared", *arguments], stdout=file, stderr=subprocess.STDOUT, check=False
-            )
-        return log, done.returncode, time.monotonic() - started
-
-    with ThreadPoolExecutor(parallel) as pool:
-        for log, code, seconds in pool.map(one, jobs.items()):
-            click.echo(f"  {log.stem}: exit {code}, {seconds:.0f} s")
-            if code:
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
-                raise SystemExit(f"{log} ended with {code}:\n{tail}")
-
-
-def read_counts(folder: Path) -> Counts:
-    """All prompts of a run's evaluations, file after file."""
-    reports = sorted(folder.glob("evaluations/*.json"))
-    return np.concatenate([counts_of(json.loads(path.read_text(encoding="utf-8"))) for path in reports])
 
 
 @click.command()
@@ -131,7 +64,7 @@ def main(
             ]
             for precision in PRECISIONS
         },
-        len(PRECISIONS),
+        places(0, len(PRECISIONS)),
     )
     click.echo("train")
     run_all(
@@ -142,7 +75,7 @@ def main(
             ]
             for precision, seed in arms
         },
-        parallel,
+        places(0, parallel),
     )
     click.echo("decode")
     run_all(
@@ -154,7 +87,7 @@ def main(
             ]
             for precision, seed in arms
         },
-        parallel,
+        places(0, parallel),
     )
     report(out, {seed: (run("bfloat16", seed), run("int8", seed)) for seed in chosen})
 

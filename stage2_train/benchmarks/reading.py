@@ -148,25 +148,24 @@ def _by_build(builder: BatchBuilder, rows: Rows, count: int) -> int:
 
 def _by_prefetcher(builder: BatchBuilder, count: int, on_gpu: bool) -> int:
     """Batches as the training loop takes them, copied to the GPU if there is one; one pass over the store."""
+    import torch
+
     from stage2_train.data import Prefetcher, Share, stream
+    from stage2_train.device_feed import make_feed
     from stage2_train.packing import batches_in, epoch_rows
 
     rows = epoch_rows(builder.lengths(), builder.shapes.max_length, builder.seed, 0)
     share = Share(batch_rows=count, rows_per_pass=count, rank=0, world_size=1)
     number = batches_in(rows, count)
-    batches = Prefetcher(itertools.islice(stream(builder, share, 0, 0), number))
+    batches = itertools.islice(stream(builder, share, 0, 0), number)
+    feed = make_feed(Prefetcher(batches), torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
     size = 0
     try:
         for _ in range(number):
-            for batch in next(batches).parts:
-                if on_gpu:
-                    batch.tensors["features"].to("cuda", non_blocking=True)
-                size += _size(batch)
+            size += sum(_size(batch) for batch in next(feed).placed())
     finally:
-        batches.close()
+        feed.close()
     if on_gpu:
-        import torch
-
         torch.cuda.synchronize()
     return size
 

@@ -1,0 +1,68 @@
+"""Who made the numbers bad: one sentence, the same on every rank, with rank, row, document and parameter.
+
+Called by step.py when a loss or a gradient is not finite, before anything is updated. Slow: the run ends here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from stage2_train.batch import Batch
+from stage2_train.distributed import Ranks
+from stage2_train.gradient import Gradient
+
+_ADVICE = "lower --learning-rate or raise --warmup-ratio (the last checkpoint is kept)"
+
+
+def blame(parts: Sequence[Batch], loss: float, norm: float, gradient: Gradient, ranks: Ranks, step: int) -> str:
+    """What to tell the user. `loss` is this rank's own, `norm` that of the gradient over all ranks; a collective.
+
+    The rank of a bad loss or of a bad stored feature is always known. That of a gradient which overflows in backward
+    is known as long as ranks hold whole gradients (ddp): with fsdp only sums over ranks are left.
+    """
+    bad = gradient.bad()
+    lossy = not math.isfinite(loss)
+    # A gradient that breaks in backward breaks all that follow: the first one is the last in the module's order.
+    named = [index for index, is_bad in enumerate(bad) if is_bad]
+    parameter = (named[0] if lossy else named[-1]) if named else -1
+    row, document = _bad_document(parts)
+    table = ranks.gather([lossy, parameter, row, document])
+    for key in (2, 0, 1):  # what was read explains a bad loss, a bad loss explains bad gradients
+        found = [rank for rank, line in enumerate(table) if (line[key] > 0 if key == 0 else line[key] >= 0)]
+        if found:
+            return _sentence(found[0], key, table, gradient, step)
+    return f"the gradient norm over all ranks is {norm} at step {step}, every single gradient is finite; {_ADVICE}"
+
+
+def _sentence(rank: int, key: int, table: list[list[float]], gradient: Gradient, step: int) -> str:
+    """About the rank whose column `key` says something."""
+    lossy, parameter, row, document = (int(value) for value in table[rank])
+    if parameter < 0 or (gradient.sharded and not lossy):
+        candidates = [int(line[1]) for line in table if line[1] >= 0]
+        parameter = max(candidates) if candidates else -1
+    known = key != 1 or not gradient.sharded
+    where = f"rank {rank}" if known else "a rank (fsdp keeps only sums over ranks)"
+    what = "loss" if lossy else "gradient"
+    tensor = f"first bad gradient {gradient.names[parameter]}" if parameter >= 0 else "all gradients finite"
+    cause = (
+        f"the stored features of row {row}, document {document} are not finite: extract it again"
+        if row >= 0
+        else f"all stored features are finite: {_ADVICE}"
+    )
+    return f"non-finite {what} on {where} at step {step}, before the update; {tensor}; {cause}"
+
+
+def _bad_document(parts: Sequence[Batch]) -> tuple[int, int]:
+    """The first row of this rank with a stored number that is not finite, and the document it belongs to; -1, -1."""
+    before = 0
+    for batch in parts:
+        for row in range(len(batch.features)):
+            fine = batch.finite_tokens(row)
+            if not fine.all():
+                token = int(fine.argmin())
+                # Every document of a row starts at position 0 again.
+                number = int((batch.context_positions[row, : token + 1] == 0).sum()) - 1
+                return before + row, batch.documents[row][min(number, len(batch.documents[row]) - 1)]
+        before += len(batch.features)
+    return -1, -1

@@ -1,0 +1,157 @@
+"""First weights from a drafter that exists (`--warm-start`): is it there, does it fit, is it still the same one.
+
+launch_train.py asks before anything starts (no torch), training_parts.py puts the weights in place. run.json and every
+checkpoint keep its record {"path", "weights_sha256", and the INHERITED fields}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared.errors import CheckpointMismatch
+from shared.json_file import read_object
+from stage2_train.checkpoint_folder import DRAFTER_FILE, newest_complete, read_info
+from stage2_train.config import TrainConfig
+from stage2_train.drafter_config import DrafterConfig
+
+if TYPE_CHECKING:
+    from stage2_train.drafter import Drafter
+
+Record = Mapping[str, Any]
+
+# Constants of the arithmetic that no option sets: they belong to the weights, not to the target's config.
+INHERITED = ("rope_theta", "rms_norm_eps")
+# What the weights were made for, and the option that asks for it. block_size is not among them: no weight depends on
+# it, and a smaller block than the one before is a usual way to go on.
+OPTIONS = {
+    "hidden_size": "",
+    "target_hidden_size": "",
+    "vocab_size": "",
+    "target_layer_ids": "",
+    "intermediate_size": "--intermediate-size",
+    "num_hidden_layers": "--num-layers",
+    "num_attention_heads": "--num-heads",
+    "num_key_value_heads": "--num-kv-heads",
+    "head_dim": "--head-dim",
+    "mask_token_id": "--mask-token-id",
+    "layer_types": "--layer-types",
+    "sliding_window": "--sliding-window",
+    "causal_layers": "--is-causal",
+    "shift_labels": "--shift-labels",
+    "input_embedding_scale": "",
+    "output_multiplier": "",
+    "final_logit_softcapping": "",
+}
+
+
+def record_for(config: TrainConfig) -> dict[str, Any] | None:
+    """The record of the first weights that this command's run has or gets; None for random ones.
+
+    A run that goes on needs neither the option nor the folder again. Raises CheckpointMismatch when the option names no
+    drafter, or other weights than the run began with.
+    """
+    newest, _ = newest_complete(config.run_dir())
+    info = read_info(newest) if newest is not None else {}
+    known: dict[str, Any] | None = info.get("warm_start")
+    asked = config.warm_start
+    if asked is None or (known and not asked.exists() and str(asked) == info["config"]["warm_start"]):
+        return known
+    folder = _folder(asked)
+    source = drafter_config(folder)
+    record = {"path": str(folder.absolute()), "weights_sha256": _sha256(folder)}
+    record |= {name: getattr(source, name) for name in INHERITED}
+    if newest is not None and (known or {}).get("weights_sha256") != record["weights_sha256"]:
+        began = f"the weights {known['weights_sha256']} of {known['path']}" if known else "random weights"
+        raise CheckpointMismatch(
+            f"{newest} began with {began}, --warm-start {asked} holds {record['weights_sha256']}; leave the option out "
+            "to go on, or choose a new --run folder"
+        )
+    return record
+
+
+def inherited(record: Record | None) -> dict[str, Any]:
+    """Overrides for drafter_config.drafter_geometry."""
+    return {} if record is None else {name: record[name] for name in INHERITED}
+
+
+def require_fits(record: Record, drafter: DrafterConfig) -> None:
+    """Raise CheckpointMismatch, naming the field and both values, when the weights were made for something else."""
+    folder = Path(record["path"])
+    if not folder.is_dir():
+        return  # the run goes on from a checkpoint, whose own geometry is compared
+    have, want = _compared(drafter_config(folder)), _compared(drafter)
+    for name, option in OPTIONS.items():
+        if have[name] != want[name]:
+            advice = f"change {option}" if option else "the folder belongs to another target or other taps"
+            raise CheckpointMismatch(
+                f"--warm-start {folder} has {name} = {have[name]!r}, this run has {want[name]!r}; {advice}"
+            )
+
+
+def load(drafter: Drafter, record: Record) -> None:
+    """Overwrite all weights of `drafter`. Raises CheckpointMismatch when the folder has changed since its record."""
+    from stage2_train.checkpoint import load_drafter
+
+    folder = Path(record["path"])
+    found = _sha256(_folder(folder))
+    if found != record["weights_sha256"]:
+        raise CheckpointMismatch(
+            f"the weights in {folder} were {record['weights_sha256']} when the run began and are {found} now; "
+            "start a new --run"
+        )
+    source, _, _ = load_drafter(folder)
+    drafter.load_state_dict(source.state_dict())
+
+
+def begin(drafter: Drafter, run: Mapping[str, Any], run_dir: Path) -> Record | None:
+    """Give a run without a checkpoint its first weights; returns their record, None when nothing was to be done."""
+    record: Record | None = run.get("warm_start")
+    if record is None or newest_complete(run_dir)[0] is not None:
+        return None
+    load(drafter, record)
+    return record
+
+
+def drafter_config(folder: Path) -> DrafterConfig:
+    """The geometry in a folder's config.json. Raises CheckpointMismatch when it is not a drafter's."""
+    described = read_object(folder / "config.json", "pass the folder of a drafter")
+    try:
+        return DrafterConfig.from_hf_config(described)
+    except KeyError as error:
+        raise CheckpointMismatch(f"{folder / 'config.json'} has no {error.args[0]}; it is not a drafter's") from error
+
+
+def _compared(config: DrafterConfig) -> dict[str, Any]:
+    kinds = config.layer_kinds()
+    windows = {kind.window for kind in kinds if kind.window is not None}
+    found = {name: getattr(config, name) for name in OPTIONS if name != "causal_layers"}
+    # A window that no layer uses means nothing, and causality has a default that depends on the layer.
+    return found | {
+        "sliding_window": next(iter(windows), None),
+        "causal_layers": [number for number, kind in enumerate(kinds) if kind.causal],
+    }
+
+
+def _folder(asked: Path) -> Path:
+    """The folder itself, or a run's newest complete checkpoint."""
+    if (asked / "config.json").is_file():
+        return asked
+    newest = newest_complete(asked)[0] if asked.is_dir() else None
+    if newest is None:
+        raise CheckpointMismatch(
+            f"--warm-start {asked} is neither a drafter's folder (config.json, model.safetensors) nor a run with a "
+            "complete checkpoint"
+        )
+    return newest
+
+
+def _sha256(folder: Path) -> str:
+    """sha256 of the file with the weights."""
+    for name in (DRAFTER_FILE, "model.safetensors"):
+        if (folder / name).is_file():
+            with (folder / name).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+    raise CheckpointMismatch(f"{folder} has a config.json but no weights in one file (model.safetensors)")
