@@ -55,6 +55,12 @@ class Targets(NamedTuple):
     distributions: tuple[Tensor, Tensor, Tensor] | None
     """The teacher's ids int32 [b,T,K], logits bf16 [b,T,K] and logsumexp float32 [b,T]."""
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Targets:
+        """The same with every tensor changed: all have blocks and slots as their first two axes."""
+        given = self.distributions
+        changed = None if given is None else (change(given[0]), change(given[1]), change(given[2]))
+        return Targets(change(self.labels), change(self.counted), changed)
+
 
 def dpace(probability: Tensor, counted: Tensor, alpha: float) -> Tensor:
     """D-PACE weights [b,T] from the drafter's probability of each label [b,T], arXiv 2605.18810.

@@ -72,16 +72,7 @@ def _chunks(states: Tensor, targets: Targets, size: int, pad: bool) -> Iterator[
             piece = tensor[part]
             return F.pad(piece, (0, 0) * (piece.ndim - 1) + (0, missing)) if missing else piece
 
-        given = targets.distributions
-        yield (
-            part,
-            cut(states).flatten(0, 1),
-            Targets(
-                cut(targets.labels),
-                cut(targets.counted),
-                None if given is None else (cut(given[0]), cut(given[1]), cut(given[2])),
-            ),
-        )
+        yield part, cut(states).flatten(0, 1), targets.each(cut)
 
 
 def _run(
@@ -127,9 +118,8 @@ def blocks_loss(states: Tensor, targets: Targets, denominator: float | Tensor, h
 
     states [N,B,H] in the head's dtype, of all slots: those before the trained ones get a gradient of 0.
     """
-    if states.shape[0] == 0:  # nothing is supervised: stay in the graph with a zero, so that this rank stays in step
-        empty = states.new_zeros(targets.labels.shape, dtype=torch.float32)
-        return Found(states.sum(), empty, empty.bool())
+    if states.shape[0] == 0:
+        return _nothing(states, targets)
     return Found(*_ChunkedLoss.apply(states, targets, _scale(denominator, head), head, scorer))
 
 
@@ -137,10 +127,15 @@ def blocks_loss(states: Tensor, targets: Targets, denominator: float | Tensor, h
 def blocks_measure(states: Tensor, targets: Targets, head: Head, scorer: Scorer) -> Found:
     """The same without a gradient and divided by 1; on CUDA it runs the very graph that training compiled."""
     if states.shape[0] == 0:
-        empty = states.new_zeros(targets.labels.shape, dtype=torch.float32)
-        return Found(states.sum(), empty, empty.bool())
+        return _nothing(states, targets)
     trained = states[:, states.shape[1] - targets.labels.shape[1] :]
     return Found(*_run(trained, targets, _scale(1.0, head), head, scorer, None))
+
+
+def _nothing(states: Tensor, targets: Targets) -> Found:
+    """Of no block: a zero that stays in the graph, so that a rank on which nothing is supervised stays in step."""
+    empty = states.new_zeros(targets.labels.shape, dtype=torch.float32)
+    return Found(states.sum(), empty, empty.bool())
 
 
 def _scale(denominator: float | Tensor, head: Head) -> Tensor:

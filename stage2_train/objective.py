@@ -82,11 +82,11 @@ def _targets(sent: dict[str, Tensor], objective: Objective) -> Targets:
     def trained(tensor: Tensor) -> Tensor:
         return tensor.flatten(0, 1)[:, objective.first_slot :].contiguous()
 
-    labels, counted = trained(sent["labels"]), trained(sent["counted"])
-    if not objective.needs_distributions:
-        return Targets(labels, counted, None)
-    logits = sent["teacher_logits"].view(torch.bfloat16)
-    return Targets(labels, counted, (trained(sent["teacher_ids"]), trained(logits), trained(sent["teacher_logsumexp"])))
+    distributions = None
+    if objective.needs_distributions:
+        logits = sent["teacher_logits"].view(torch.bfloat16)
+        distributions = (sent["teacher_ids"], logits, sent["teacher_logsumexp"])
+    return Targets(sent["labels"], sent["counted"], distributions).each(trained)
 
 
 def _numbers(sent: dict[str, Tensor]) -> Tensor:
@@ -150,14 +150,7 @@ def _kept(batch: DeviceBatch, engine: Engine) -> Tensor | None:
 
 
 def _take(targets: Targets, kept: Tensor | None) -> Targets:
-    if kept is None:
-        return targets
-    given = targets.distributions
-    return Targets(
-        targets.labels[kept],
-        targets.counted[kept],
-        None if given is None else (given[0][kept], given[1][kept], given[2][kept]),
-    )
+    return targets if kept is None else targets.each(lambda tensor: tensor[kept])
 
 
 def _count(found: Found, targets: Targets, objective: Objective) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from toy_run import GEOMETRY
 
 from manifests.commit import Ledger, read
 from shared.errors import CheckpointMismatch, DiskFull, StoreDamaged
@@ -15,23 +16,9 @@ from stage2_train import checkpoint
 from stage2_train.checkpoint import Snapshot, load_drafter
 from stage2_train.checkpoint_folder import folder_of, newest_complete, read_info, require_same
 from stage2_train.drafter import Drafter
-from stage2_train.drafter_config import DrafterConfig
 from stage2_train.optimizers import adamw
 
-CONFIG = DrafterConfig(
-    hidden_size=16,
-    target_hidden_size=16,
-    intermediate_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    vocab_size=20,
-    block_size=4,
-    mask_token_id=19,
-    target_layer_ids=(1, 2),
-    num_target_layers=6,
-)
+CONFIG = GEOMETRY
 RUN = {
     "config": {"gamma": None, "seed": 0, "batch_rows": 8, "nproc": 1},
     "drafter": CONFIG.to_hf_config(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +11,14 @@ import torch
 import torch.distributed as dist
 from rank_processes import together
 from torch import Tensor, nn
-from toy_run import ALONE
+from toy_run import ALONE, GEOMETRY
 
 from stage2_train.compiled import graphs
 from stage2_train.distributed import Ranks
 from stage2_train.drafter import Drafter
-from stage2_train.drafter_config import DrafterConfig
 from stage2_train.gradient import FlatGradient
 
-CONFIG = DrafterConfig(
-    hidden_size=16,
-    target_hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    vocab_size=20,
-    block_size=4,
-    mask_token_id=19,
-    target_layer_ids=(1, 2),
-    num_target_layers=6,
-)
+CONFIG = dataclasses.replace(GEOMETRY, intermediate_size=24, num_hidden_layers=3, layer_types=())
 CONTEXT, QUERIES = 12, 8
 
 

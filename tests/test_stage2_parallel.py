@@ -13,7 +13,7 @@ import pytest
 import torch
 from rank_processes import train_together
 from safetensors.torch import load_file
-from toy_run import command, config_of, curve, environment, run_here
+from toy_run import command, config_of, curve, environment, run_command, run_here
 from toy_store import Text, counting_text, counting_texts, make_store
 
 from manifests.commit import read
@@ -99,13 +99,7 @@ def test_a_run_goes_on_with_other_processes_and_another_kind_of_parallel(
 
 
 def test_one_process_has_nobody_to_share_with(store: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(config_of(store, tmp_path / "run"), "--parallel=fsdp"),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_command(command(config_of(store, tmp_path / "run"), "--parallel=fsdp"))
     assert done.returncode == ConfigRefused.exit_code
     assert "--parallel fsdp with 1 process" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -266,7 +260,7 @@ def test_two_gpus_train_what_one_does(store: Path, tmp_path: Path, parallel: str
     shape = ("--device=cuda", "--max-length=200", "--anchors=24", "--block-size=8", "--head-dim=64", *more)
     for name, extra in (("one", ("--nproc=1",)), ("two", ("--nproc=2", f"--parallel={parallel}"))):
         line = command(config_of(store, tmp_path / name), *shape, *extra)
-        done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+        done = run_command(line)
         assert done.returncode == 0, done.stderr
     for name, split in (("loss", "train"), ("nll", "heldout")):
         one, two = curve(tmp_path / "one", name, split), curve(tmp_path / "two", name, split)

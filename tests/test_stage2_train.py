@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_run import ALONE, SMALL, command, config_of, curve, environment, run_here
+from toy_run import ALONE, SMALL, command, config_of, curve, run_command, run_here
 from toy_store import HIDDEN, MASK, VOCAB, Text, counting_text, counting_texts, make_store
 
 from manifests.commit import read
@@ -110,13 +109,7 @@ def test_a_bad_feature_stops_the_run_before_the_update(tmp_path: Path) -> None:
 
 def test_all_processes_stop_at_a_bad_feature_and_name_its_rank(tmp_path: Path) -> None:
     store = make_store(tmp_path / "x.zarr", counting_texts(16), corrupt=5)
-    done = subprocess.run(
-        command(config_of(store, tmp_path / "run"), "--nproc=2"),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_command(command(config_of(store, tmp_path / "run"), "--nproc=2"))
     assert done.returncode == NonFinite.exit_code, done.stderr
     assert "first bad gradient fc.weight" in done.stderr
     assert "on rank" in done.stderr
@@ -157,7 +150,7 @@ def test_what_cannot_work_is_refused_and_leaves_nothing(
 
 def test_the_command_says_one_line_and_its_exit_code(tmp_path: Path) -> None:
     config = config_of(tmp_path / "nowhere.zarr", tmp_path / "run")
-    done = subprocess.run(command(config), env=environment(), capture_output=True, text=True, check=False)
+    done = run_command(command(config))
     assert done.returncode == StoreMissing.exit_code
     assert done.stderr.count("\n") == 1
     assert str(tmp_path / "nowhere.zarr") in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,25 @@ from manifests.runs import recorded
 from stage2_train import launch_train
 from stage2_train.config import TrainConfig
 from stage2_train.distributed import Ranks
+from stage2_train.drafter_config import DrafterConfig
 from stage2_train.train import train
 from stage2_train.training_parts import set_up
 
+# A drafter for tests that need no target.
+GEOMETRY = DrafterConfig(
+    hidden_size=16,
+    target_hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    vocab_size=20,
+    block_size=4,
+    mask_token_id=19,
+    target_layer_ids=(1, 2),
+    num_target_layers=6,
+)
 ALONE = Ranks(0, 1, torch.device("cpu"))
 SMALL: dict[str, Any] = {
     "max_length": 48,
@@ -65,6 +82,11 @@ def command(config: TrainConfig, *more: str) -> list[str]:
         *options,
         *more,
     ]
+
+
+def run_command(line: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, whatever that is."""
+    return subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
 
 
 def environment() -> dict[str, str]:

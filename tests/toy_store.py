@@ -17,9 +17,9 @@ from manifests.commit import Ledger
 from manifests.records import DocumentRecord, ShardRecord
 from shared.atomic import write_json
 from shared.json_file import sealed
-from shared.quantise import channel_scales, encode
 from shared.store_write import create, write_block
 from shared.target_files import write_list
+from stage2_train.benchmarks.made_store import stored_features
 
 VOCAB, HIDDEN, MASK = 40, 32, 39
 TARGET = {
@@ -67,19 +67,6 @@ def counting_texts(count: int, seed: int = 0, longest: int = 40) -> list[Text]:
 def bits(values: torch.Tensor) -> np.ndarray[Any, Any]:
     """bf16 bits of a tensor as the store keeps them."""
     return values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-
-
-def stored_features(values: torch.Tensor, precision: str) -> dict[str, np.ndarray[Any, Any]]:
-    """A block's arrays for features bf16 [N, L, H]; in an 8-bit store a NaN value is a NaN token scale."""
-    if precision == "bfloat16":
-        return {"hidden_states": bits(values)}
-    channels = channel_scales(values)
-    encoded = encode(values, channels)
-    return {
-        "hidden_states_q": encoded.codes.numpy(),
-        "hidden_states_scale": encoded.scales.numpy(),
-        "hidden_states_channel": channels.numpy(),
-    }
 
 
 def teacher_arrays(ids: np.ndarray[Any, Any], topk: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:

@@ -18,6 +18,8 @@ from shared.errors import ConfigRefused
 from shared.progress import progress, say
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from stage2_train.config import TrainConfig
     from stage2_train.drafter_config import DrafterConfig
 
@@ -202,11 +204,15 @@ def _tokens(shape: Shape, lengths: list[int], block: int) -> Arrays:
 
 def _features(shape: Shape, precision: str) -> Arrays:
     """Random features of one row, normally distributed, as a store of this precision keeps them."""
+    return stored_features(drawn((shape.max_length, len(shape.taps), shape.hidden), 1.0, seed=1), precision)
+
+
+def stored_features(values: Tensor, precision: str) -> Arrays:
+    """A block's arrays for features bf16 [N,L,H]; in an 8-bit store a NaN value is a NaN token scale."""
     import torch
 
     from shared.quantise import channel_scales, encode
 
-    values = drawn((shape.max_length, len(shape.taps), shape.hidden), 1.0, seed=1)
     if precision == "bfloat16":
         return {"hidden_states": values.view(torch.int16).numpy().view(np.uint16)}
     channels = channel_scales(values)
