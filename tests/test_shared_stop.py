@@ -13,7 +13,9 @@ import pytest
 
 # A command like eval's: its own process works inside `recorded`, with a clean-up that takes a moment.
 COMMAND = """
-import sys, time, types, pathlib, click
+import signal, sys, time, types, pathlib, click
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the shell of these tests may ignore some (nohup, `&`)
+    signal.signal(number, signal.SIG_DFL)
 import shared.cli as cli
 from manifests.runs import recorded
 @click.command()
