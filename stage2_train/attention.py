@@ -206,16 +206,28 @@ def tile_tables(start: Tensor, end: Tensor, context_length: int, block_size: int
     covered = (low <= left) & (high >= right) & (right <= context_length)
     full = (covered | ~real[:, None]).view(rows, q_tiles, TILE, kv_tiles).all(2)
     partial = (touched & real[:, None]).view(rows, q_tiles, TILE, kv_tiles).any(2) & ~full
-    return (*_tile_lists(partial), *_tile_lists(full), *_tile_lists(partial.mT), *_tile_lists(full.mT))
+    chosen = torch.stack((partial, full))
+    (part_counts, full_counts), (part_order, full_order) = _tile_lists(chosen)
+    (part_counts_t, full_counts_t), (part_order_t, full_order_t) = _tile_lists(chosen.mT)
+    by_query = (part_counts, part_order, full_counts, full_order)
+    by_key = (part_counts_t, part_order_t, full_counts_t, full_order_t)
+    return (*by_query, *by_key)
 
 
 def _tile_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[R,1,QT] counts and [R,1,QT,KT] tile indices, the chosen ones first and both parts ascending.
+    """[2,R,1,QT] counts and [2,R,1,QT,KT] tile indices, the chosen ones first and both parts ascending.
 
-    By a stable sort: running counts and a scatter are fewer kernels, but torch 2.11 cannot compile them for a GPU.
+    By counting, twice over all pairs of tiles of a line: who goes before me is my place, who has place j goes there.
+    Sums compile in seconds; four stable sorts took 29 s at the 27B shape, and torch 2.11 cannot compile a running sum
+    with a scatter for a GPU.
     """
-    order = torch.argsort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)
-    return chosen.sum(-1, dtype=torch.int32)[:, None].contiguous(), order.to(torch.int32)[:, None].contiguous()
+    index = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device)
+    earlier = index[:, None] > index[None, :]
+    ahead = (chosen[..., None, :] & earlier).sum(-1, dtype=torch.int32)
+    count = chosen.sum(-1, dtype=torch.int32)
+    place = torch.where(chosen, ahead, count[..., None] + index - ahead)
+    order = ((place[..., None, :] == index[:, None]) * index).sum(-1, dtype=torch.int32)
+    return count[:, :, None], order[:, :, None]
 
 
 def build_masks(

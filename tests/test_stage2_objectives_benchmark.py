@@ -50,6 +50,8 @@ def test_a_command_is_run_once_and_again_when_its_basis_changes(
         run_all({log: ["--help"], tmp_path / "wrong.log": ["train", "--steps=0"]}, places(0, 2), {log: "c"})
     assert log.with_suffix(".done").exists()
     assert not (tmp_path / "wrong.done").exists()
+    assert "wrong: exit 2" in capsys.readouterr().out
+    assert (tmp_path / "wrong.first-try").read_text() == (tmp_path / "wrong.log").read_text() != ""
 
 
 def test_a_command_is_asked_to_stop_when_time_is_up(tmp_path: Path) -> None:

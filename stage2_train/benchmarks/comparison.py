@@ -84,6 +84,8 @@ def run_all(
 
     A command that ended well before is not run again: its mark lies beside its log, and names what `basis` says for
     that log. At the `deadline` (time.monotonic) what runs is asked to stop, and a training then saves where it is.
+    A command that fails is run once more, and continues where it saved: of trainings that share a GPU eight at a time
+    one in five died of "unspecified launch failure". The log of the first try stays, named .first-try.
     Raises SystemExit after the others have ended, naming a command that failed, or saying that time was up.
     """
     free: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
@@ -99,6 +101,10 @@ def run_all(
         started = time.monotonic()
         try:
             code = _command(log, arguments, place, deadline)
+            if code not in (0, Interrupted.exit_code):
+                log.replace(log.with_suffix(".first-try"))
+                click.echo(f"  {log.stem}: exit {code} after {time.monotonic() - started:.0f} s, tried once more")
+                code = _command(log, arguments, place, deadline)
         finally:
             free.put(place)
         if code == 0:
