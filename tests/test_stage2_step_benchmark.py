@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,3 +235,15 @@ def test_a_profile_on_a_gpu_names_all_products(tmp_path: Path) -> None:
     kinds = json.loads((tmp_path / "found.json").read_text())["ours"]["kernels"]["kinds"]
     products = {f"matmul {part}" for part in ("head", "mlp", "fc", "q, o", "k, v")}
     assert products | {"attention forward", "attention backward", "loss, elementwise", "optimizer"} <= kinds.keys()
+
+
+@pytest.mark.slow
+def test_sharded_state_is_measured_with_ranks_that_are_not_there(tmp_path: Path) -> None:
+    module = "stage2_train.benchmarks.shard_memory"
+    command = [sys.executable, "-m", module, "--shape", "toy", "--nproc", "3", "--fits", "224x13", "--store"]
+    done = subprocess.run([*command, str(tmp_path / "s.zarr")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    names, *_, values = (line.split("  ") for line in done.stdout.splitlines() if "  " in line)
+    found = dict(zip(filter(None, map(str.strip, names)), filter(None, map(str.strip, values)), strict=True))
+    assert found["row"] == "224x13"
+    assert found["peak"] == ("no GPU" if not torch.cuda.is_available() else found["peak"])
