@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check unit gpu clean
+.PHONY: demo test check unit gpu night clean
 
 demo: $(STAMP)
 	$(BIN)/dflash demo
@@ -26,6 +26,10 @@ unit: $(STAMP)
 # On a machine with CUDA; the first compile of a fresh machine can take minutes.
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu --durations 0
+
+# A training under tmux is killed with all that lives, then asked what happened; some minutes on two cores.
+night: $(STAMP)
+	$(BIN)/python examples/founding_night.py
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed, $(PYTHON) is " + sys.version.split()[0])'

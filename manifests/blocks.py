@@ -13,6 +13,7 @@ from typing import Any
 
 from manifests.commit import latest
 from manifests.lines import records_in
+from manifests.records import MOVED as MOVED
 from shared.documents import index_name, write_index
 from shared.errors import DiskFull, PathNotWritable, StoreDamaged, StoreIncomplete
 from shared.json_file import parse_object, require_sealed
@@ -22,8 +23,6 @@ from shared.store_files import is_remote, open_files
 # Below this many, the blocks' own arrays are read in an instant.
 _CACHED_FROM_BLOCKS = 32
 _SHOWN_DAMAGE = 3
-# In a shard record's detail: the bucket where the block's large arrays lie that `store push --free-local` removed here.
-MOVED = "moved_to"
 
 
 def recorded_blocks(location: Path | str) -> dict[int, dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from manifests.plain_text import plain
 from shared.errors import ConfigRefused
 from shared.progress import tell
 
@@ -22,16 +23,21 @@ ROOTS = click.argument("roots", nargs=-1, type=click.Path(path_type=Path))
 
 @click.command()
 @ROOTS
-@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout; README.md lists its keys.")
 def status(roots: tuple[Path, ...], as_json: bool) -> None:
-    """Show every store and run at or below ROOTS (default: runs).
+    """Show every store and run at or below ROOTS (default: runs): what it does, or how it ended.
+
+    Exit code 0 says that it could look, not that all is well. A run that nobody ended and no process works on is
+    "lost", with its cause; `dflash why RUN` tells the rest.
 
     \b
     dflash status
+    dflash status runs/x-train
     dflash status runs/x.zarr --json
     """
     from manifests.folders import require_folders
     from manifests.status import statuses
+    from manifests.status_text import lines_of
 
     require_folders(roots)
     folders = roots or (Path("runs"),)
@@ -42,9 +48,7 @@ def status(roots: tuple[Path, ...], as_json: bool) -> None:
     if not rows:
         tell(f"nothing has run in {', '.join(map(str, folders))} yet")
     for row in rows:
-        tell(f"{row.folder}  [{row.kind}]  {row.command} {row.state}{': ' + row.message if row.message else ''}")
-        for name, value in row.holds.items():
-            tell(f"    {name}: {_plain(value)}")
+        tell("\n".join(lines_of(row)))
 
 
 @click.command()
@@ -103,20 +107,11 @@ def render(answer: Answer, form: str | None) -> str:
         buffer = io.StringIO()
         csv.writer(buffer, lineterminator="\n").writerows([names, *rows])
         return buffer.getvalue()
-    cells = [[_plain(value) for value in row] for row in (names, *rows)]
+    cells = [[plain(value) for value in row] for row in (names, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join([*lines, f"({len(rows)} row{'' if len(rows) == 1 else 's'})", ""])
-
-
-def _plain(value: Any) -> str:
-    """A cell of the table; what would break its lines, or drive a terminal, is written out."""
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, int):
-        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))
-    return f"{value:,}"
 
 
 def _from_json(value: Any) -> Any:

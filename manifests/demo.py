@@ -93,10 +93,16 @@ def commands(config: DemoConfig) -> list[tuple[str, list[str]]]:
 
 
 def _run(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "shared", *arguments], check=False)
-    if done.returncode != 0:
+    with subprocess.Popen([sys.executable, "-m", "shared", *arguments]) as command:
+        try:
+            code = command.wait()
+        except BaseException:  # asked to stop: a training that its command has left would go on
+            command.terminate()
+            command.wait()
+            raise
+    if code != 0:
         raise WorkerFailed(
-            f"`dflash {arguments[0]}` ended with exit code {done.returncode}, its message is above; "
+            f"`dflash {arguments[0]}` ended with exit code {code}, its message is above; "
             "`dflash demo` goes on from here once that is mended"
         )
 

@@ -10,6 +10,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
+# In a ShardRecord's detail: the bucket where the block's large arrays lie that `store push --free-local` removed here.
+MOVED = "moved_to"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:

@@ -1,7 +1,8 @@
 """A command's life on a folder, as records: started before the work, and an ending whatever happens short of a kill.
 
-Used by prepare, extract, train, eval, export, store merge and store subset around their work. A folder whose newest
-record says "started" while nobody holds it was lost: `dflash status` says so.
+Used by prepare, extract, train, eval, export, store merge and store subset around their work; extract and train hand
+their run over to a supervisor (manifests/launch.py), which writes the ending. A folder whose newest record says
+"started" while nobody holds it was lost: `dflash status` says so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,16 @@ from shared.stop import StopRequest, shielded
 _MAKERS = frozenset({"prepare", "extract", "train", "store merge", "store subset"})
 
 
+@dataclass
+class Recording:
+    """A command at work on a folder. With `handed_over` another process (its supervisor) writes the ending."""
+
+    folder: Path
+    command: str
+    run_id: str
+    handed_over: bool = False
+
+
 @contextmanager
 def recorded(folder: Path, command: str, config: dict[str, Any]) -> Iterator[str]:
     """Own `folder`, record that `command` started with this config and these versions, and how it ended.
@@ -41,16 +53,28 @@ def recorded(folder: Path, command: str, config: dict[str, Any]) -> Iterator[str
     id. Raises RunBusy when another living process owns the same, ConfigRefused when the folder was made by a command
     of another kind; re-raises everything.
     """
+    with recording(folder, command, config) as run:
+        yield run.run_id
+
+
+@contextmanager
+def recording(folder: Path, command: str, config: dict[str, Any]) -> Iterator[Recording]:
+    """As `recorded`, for a command that may hand its run over to a supervisor, who then owns the folder and the record.
+
+    The lock is that of the inherited descriptor; ours is closed at the end of the block.
+    """
     require_kind(folder, command)
     with owned(owned_part(folder, command)):
-        run_id = uuid.uuid4().hex[:12]
+        run = Recording(folder, command, uuid.uuid4().hex[:12])
         settle(folder)
-        ledger = Ledger(folder, f"{command.replace(' ', '-')}-{run_id}")
+        ledger = ledger_of(folder, command, run.run_id)
         detail = {"config": config, "provenance": provenance.collect()}
         try:
-            ledger.append(RunRecord(run_id=run_id, command=command, state="started", detail=detail))
-            yield run_id
+            ledger.append(RunRecord(run_id=run.run_id, command=command, state="started", detail=detail))
+            yield run
         except BaseException as error:
+            if run.handed_over:
+                raise
             code = (
                 error.exit_code
                 if isinstance(error, DflashError)
@@ -62,10 +86,18 @@ def recorded(folder: Path, command: str, config: dict[str, Any]) -> Iterator[str
             message = str(error) if state == "interrupted" else f"{type(error).__name__}: {error}"
             # A disk that is full takes no record either; the fault itself is what the user must read.
             with shielded(), suppress(DiskFull, PathNotWritable):
-                ledger.append(RunRecord(run_id=run_id, command=command, state=state, exit_code=code, message=message))
+                ledger.append(
+                    RunRecord(run_id=run.run_id, command=command, state=state, exit_code=code, message=message)
+                )
             raise
-        with shielded():
-            ledger.append(RunRecord(run_id=run_id, command=command, state="finished", exit_code=0))
+        if not run.handed_over:
+            with shielded():
+                ledger.append(RunRecord(run_id=run.run_id, command=command, state="finished", exit_code=0))
+
+
+def ledger_of(folder: Path, command: str, run_id: str) -> Ledger:
+    """Where the records of one command's life go."""
+    return Ledger(folder, f"{command.replace(' ', '-')}-{run_id}")
 
 
 def state_of(error: BaseException, exit_code: int) -> str:

@@ -1,23 +1,35 @@
-"""What each run folder is doing, from its records and files alone: no torch, no locks taken, living or dead."""
+"""What each run folder is doing, from its records and files alone: no torch, no locks taken, living or dead.
+
+Called by `dflash status` (cli.py) and by the commands about one run (cli_runs.py). A second must do for all of it, so
+nothing that grows with the data is read: of documents and metrics not a line, of blocks one record each. The processes
+of a training or extraction are in run_picture.py, the words in status_text.py.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from manifests.blocks import MOVED, recorded_blocks
-from manifests.commit import damaged_lines, latest, read
+from manifests.commit import DamagedLine, files_of, latest, read
+from manifests.evidence import JUDGED, collect
 from manifests.folders import kind_of_folder, planned_or_none, run_folders
+from manifests.lines import parse, scan
+from manifests.records import MOVED
+from manifests.run_picture import LIVING as LIVING
+from manifests.run_picture import RunPicture, open_run
 from manifests.runs import is_owned, owned_part, without_refused
-from shared.json_file import read_if_whole
+from shared.beat import read_beat
+from shared.gpus import GpuQuestion
 from shared.progress import combine, line
 
 
 @dataclass(frozen=True)
 class FolderStatus:
-    """One folder: what it is, the state of its last command, and what it holds."""
+    """One folder: what it is, the state of its last command, what it holds, and for train and extract the run."""
 
     folder: str
     kind: str
@@ -25,6 +37,7 @@ class FolderStatus:
     state: str
     message: str
     holds: dict[str, Any] = field(default_factory=dict)
+    run: RunPicture | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -32,8 +45,22 @@ class FolderStatus:
 
 
 def statuses(roots: Sequence[Path]) -> list[FolderStatus]:
-    """The status of every folder with a manifest at or below the roots."""
-    return [_status_or_fault(folder) for folder in run_folders(roots)]
+    """The status of every folder with a manifest at or below the roots, GPUs included where a run uses them."""
+    rows = [_status_or_fault(folder) for folder in run_folders(roots)]
+    if not any(_wants_gpus(row) for row in rows):
+        return rows
+    report = GpuQuestion().answer()
+    gpus = [gpu.as_dict() for gpu in report.gpus]
+    return [
+        replace(row, run=replace(row.run, gpus=gpus, gpus_missing=report.missing))
+        if row.run is not None and _wants_gpus(row)
+        else row
+        for row in rows
+    ]
+
+
+def _wants_gpus(row: FolderStatus) -> bool:
+    return row.run is not None and row.run.uses_gpus and row.state in (*LIVING, "lost")
 
 
 def _status_or_fault(folder: Path) -> FolderStatus:
@@ -45,53 +72,81 @@ def _status_or_fault(folder: Path) -> FolderStatus:
         return FolderStatus(str(folder), "folder", "", "unreadable", message)
 
 
-def status_of(folder: Path) -> FolderStatus:
-    """The status of one folder."""
-    runs = without_refused(read(folder, "runs"))
-    last = runs[-1] if runs else {"command": "", "state": "empty", "message": ""}
-    state, message = verdict(last, is_owned(owned_part(folder, str(last["command"]))))
-    if state == "running":
-        message = _progress_line(folder, str(last["command"])) or message
-    return FolderStatus(str(folder), kind_of_folder(folder), last["command"], state, message, _holds(folder))
+def status_of(folder: Path, *, holdings: bool = True) -> FolderStatus:
+    """The status of one folder, on request without what it holds. Raises OSError when it cannot be read."""
+    with suppress(FileNotFoundError):  # but a folder that is closed to us must not pass for an empty one
+        os.scandir(folder / "manifest").close()
+    last = _newest(without_refused(read(folder, "runs")))
+    command, run = str(last["command"]), None
+    state, message = str(last["state"]), str(last.get("message", ""))
+    if state == "started" and command in JUDGED:
+        state, message, run = open_run(collect(folder))
+    elif state == "started":
+        state, message = _unsupervised(folder, command)
+    elif command in JUDGED:
+        run = _ended_run(folder, last)
+    return FolderStatus(
+        str(folder), kind_of_folder(folder), command, state, message, _holds(folder) if holdings else {}, run
+    )
 
 
-def verdict(last: dict[str, Any], owned: bool) -> tuple[str, str]:
-    """(state, message) from the newest run record and whether a living process holds the folder."""
-    if last["state"] != "started":
-        return last["state"], last.get("message", "")
-    if owned:
-        return "running", ""
+def _newest(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record to show: a training that has no ending goes before an evaluation that ran beside it."""
+    for command in JUDGED:
+        ours = [record for record in runs if record["command"] == command]
+        if ours and ours[-1]["state"] == "started":
+            return ours[-1]
+    return runs[-1] if runs else {"command": "", "state": "empty"}
+
+
+def _unsupervised(folder: Path, command: str) -> tuple[str, str]:
+    """(state, message) of a started command that has no supervisor: alive while some process holds its folder."""
+    if is_owned(owned_part(folder, command)):
+        paths = sorted((folder / "progress").glob("regenerate-*.beat")) if command == "prepare" else []
+        shot = combine([beat for path in paths if (beat := read_beat(path)) is not None], summed=True)
+        return "running", line("", shot).removeprefix(": ") if shot else ""
     return (
         "lost",
         "started, never recorded an ending, and no process holds the folder; run the same command again to go on",
     )
 
 
-def _progress_line(folder: Path, command: str) -> str:
-    paths = sorted((folder / "progress").glob(f"{command}-*.json"))
-    states = [state for path in paths if (state := read_if_whole(path)) is not None]
-    shot = combine(states, summed=command == "extract")
-    return line(command, shot) if shot else ""
+def _ended_run(folder: Path, last: dict[str, Any]) -> RunPicture:
+    """How a run ended: its exit code, and the last verdict of its supervisor."""
+    path = folder / "manifest" / f"events.supervisor-{last['run_id']}.jsonl"
+    events = _read_with_damage(path)[0] if path.is_file() and last["state"] != "finished" else []
+    verdicts = [event["detail"].get("verdict") for event in events if event["event"] == "verdict"]
+    host = next((event["detail"].get("host") for event in events if event["event"] == "supervisor started"), "")
+    return RunPicture(
+        run_id=str(last["run_id"]),
+        host=str(host),
+        exit_code=last.get("exit_code"),
+        restarts=sum(event["event"] == "restart" for event in events),
+        verdict=verdicts[-1] if verdicts else None,
+    )
 
 
 def _holds(folder: Path) -> dict[str, Any]:
+    records, damaged = _shown_records(folder)
+    newest = latest(records["shards"], "block")
+    blocks = [record for record in newest.values() if record["state"] == "done"]
+    planned = planned_or_none(folder)
     holds: dict[str, Any] = {}
-    planned, blocks = planned_or_none(folder), recorded_blocks(folder)
     if planned or blocks:
         holds["blocks"] = f"{len(blocks)}/{planned}" if planned else len(blocks)
         for name in ("documents", "tokens", "bytes"):
-            holds[name] = sum(record[name] for record in blocks.values())
-    if withdrawn := {record["block"] for record in read(folder, "shards") if record["state"] != "done"} - set(blocks):
-        holds["withdrawn_blocks"] = f"{len(withdrawn)}, set aside by `store verify --repair`"
-    if moved := {record["detail"][MOVED] for record in blocks.values() if record["detail"].get(MOVED)}:
+            holds[name] = sum(record[name] for record in blocks)
+    if withdrawn := len(newest) - len(blocks):
+        holds["withdrawn_blocks"] = f"{withdrawn}, set aside by `store verify --repair`"
+    if moved := {record["detail"][MOVED] for record in blocks if record["detail"].get(MOVED)}:
         holds["large_arrays_only_at"] = ", ".join(sorted(moved))
-    if skips := read(folder, "skips"):
+    if skips := records["skips"]:
         holds["skipped"] = len({(r["source"], r["line"], r["doc_id"], r["reason"]) for r in skips})
-    if checkpoints := read(folder, "checkpoints"):
+    if checkpoints := records["checkpoints"]:
         holds["checkpoint"] = checkpoints[-1]["global_step"]
-    if evaluations := latest(read(folder, "evaluations"), "name"):
+    if evaluations := latest(records["evaluations"], "name"):
         holds["acceptance_length"] = {name: round(r["acceptance_length"], 3) for name, r in evaluations.items()}
-    if damaged := [line for kind in _SHOWN_KINDS for line in damaged_lines(folder, kind)]:
+    if damaged:
         first = damaged[0]
         holds["damaged_record_lines"] = f"{len(damaged)}, first line {first.line_number} of {first.path}"
     return holds
@@ -99,3 +154,28 @@ def _holds(folder: Path) -> dict[str, Any]:
 
 # The kinds that are read here; documents may be millions of lines.
 _SHOWN_KINDS = ("runs", "shards", "skips", "checkpoints", "evaluations")
+
+
+def _shown_records(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], list[DamagedLine]]:
+    """The records of each shown kind, oldest first, and the lines of these kinds that do not fit their checksums."""
+    records: dict[str, list[dict[str, Any]]] = {}
+    damaged: list[DamagedLine] = []
+    for kind in _SHOWN_KINDS:
+        records[kind] = []
+        for path in files_of(folder, kind):
+            found, bad = _read_with_damage(path)
+            records[kind] += found
+            damaged += bad
+        records[kind].sort(key=lambda record: record["time"])
+    return records, damaged
+
+
+def _read_with_damage(path: Path) -> tuple[list[dict[str, Any]], list[DamagedLine]]:
+    """Both from one pass over the file: two took a second for 30,000 blocks."""
+    records: list[dict[str, Any]] = []
+    damaged: list[DamagedLine] = []
+    with path.open("rb") as file:
+        for lines, bad in scan(file):
+            records += parse(lines)
+            damaged += [DamagedLine(path, number, reason) for number, reason in bad]
+    return records, damaged

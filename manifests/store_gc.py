@@ -20,7 +20,7 @@ from shared.progress import summary, tell
 
 _DAY_S = 86400.0
 # Where killed processes leave what they had not yet published.
-_PARTIAL_PLACES = ("", "blocks", "index", "progress", "workers", "quarantine")
+_PARTIAL_PLACES = ("", "blocks", "index", "progress", "workers", "supervision", "quarantine")
 # A trainer that opens the store may be writing its cache right now, and owns nothing.
 _INDEX_SETTLED_S = 3600.0
 

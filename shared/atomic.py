@@ -15,7 +15,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -240,6 +240,19 @@ def held_locks() -> tuple[int, ...]:
     return tuple(_held)
 
 
+def adopt_locks(descriptors: Iterable[int]) -> None:
+    """Be the owner whose locks were inherited under these descriptors, and say so in them."""
+    for descriptor in descriptors:
+        _held.append(descriptor)
+        with suppress(OSError):  # a full disk: the lock is what counts
+            _sign(descriptor)
+
+
+def _sign(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
     """Hold `folder` for this process and its workers; the kernel lets go when the last of them ends, however it ends.
@@ -254,8 +267,7 @@ def owned(folder: Path) -> Iterator[None]:
     try:
         _lock(descriptor, folder)
         with disk_faults(folder):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            _sign(descriptor)
         _held.append(descriptor)
         yield
     finally:

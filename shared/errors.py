@@ -4,10 +4,10 @@
     ├── DataError            10-17  what was read
     ├── TargetError          20-26  the model to be drafted for
     ├── StoreError           30-35  the teacher store, where it lies
-    ├── RunError             40-44  folders, disks, configuration
-    ├── ProcessError         50-53  workers and numbers
+    ├── RunError             40-46  folders, disks, configuration
+    ├── ProcessError         50-58  workers and numbers
     ├── CheckpointMismatch   60, ExportMismatch 61, NotLossless 62
-    └── Interrupted          75     stopped on request; the same command goes on
+    └── Interrupted          75     stopped on request, or without its supervisor; the same command goes on
 
 A message says what is wrong, the two values, where, and what to do. Users see that one line; a
 traceback means a bug of ours (exit 1). Click's own usage errors exit 2.
@@ -171,9 +171,10 @@ class PathNotWritable(RunError):
 
 
 class DiskFull(RunError):
-    """The disk has no room for the next write."""
+    """The disk has no room for the next write; `needed_bytes` says how much would do, where that is known."""
 
     exit_code = 41
+    needed_bytes: int | None = None
 
 
 class TooManyShards(RunError):
@@ -194,14 +195,32 @@ class RunBusy(RunError):
     exit_code = 44
 
 
+class RunNotRunning(RunError):
+    """Asked to stop a run where nothing runs."""
+
+    exit_code = 45
+
+
+class MachineUnfit(RunError):
+    """`dflash doctor` found something on this machine that training cannot do without."""
+
+    exit_code = 46
+
+
 class ProcessError(DflashError):
     """Something about the workers of a run."""
 
 
 class WorkerFailed(ProcessError):
-    """A worker died or ended with a bug; its log is named."""
+    """A worker ended with a bug; its log is named."""
 
     exit_code = 50
+
+
+class WorkerKilled(ProcessError):
+    """A signal ended a worker or the whole run: a crash in native code, or a kill from outside."""
+
+    exit_code = 51
 
 
 class NonFinite(ProcessError):
@@ -214,6 +233,36 @@ class CompileContract(ProcessError):
     """A region compiled more often than declared, or ran without its kernel."""
 
     exit_code = 53
+
+
+class WorkerHung(ProcessError):
+    """A worker made no progress for longer than its phase allows; stacks of all were saved."""
+
+    exit_code = 54
+
+
+class OutOfMemory(ProcessError):
+    """The kernel's OOM killer ended a worker or the whole run."""
+
+    exit_code = 55
+
+
+class GpuFault(ProcessError):
+    """A GPU ran out of memory, failed a kernel, or is gone."""
+
+    exit_code = 56
+
+
+class CommunicationFailed(ProcessError):
+    """The ranks did not meet in the same collective."""
+
+    exit_code = 57
+
+
+class NoProgress(ProcessError):
+    """The same failure came again and again without anything new saved: starting it once more would not help."""
+
+    exit_code = 58
 
 
 class CheckpointMismatch(DflashError):
@@ -238,6 +287,10 @@ class Interrupted(DflashError):
     """Stopped on request after saving; the same command continues."""
 
     exit_code = 75
+
+
+class SupervisorGone(Interrupted):
+    """A worker saved and left because its supervisor was killed: nobody would have seen how it ends."""
 
 
 def error_classes() -> dict[str, type[DflashError]]:

@@ -1,77 +1,44 @@
 """Progress a person can read: phase, counts, rate, ETA.
 
-Workers write their numbers into one small file each (`Reporter`); the foreground command draws them
-(`Display`), with rich on a terminal and plain lines elsewhere. Loops inside the foreground process use `progress`.
+Workers write theirs into a heartbeat each (shared/reporter.py); the foreground command draws them (`Display`), with
+rich on a terminal and plain lines elsewhere. Loops inside the foreground process use `progress`.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import click
 
+from shared.beat import BeatState
 from shared.errors import DiskFull
+from shared.phases import DONE
+from shared.reporter import Reporter, progress_path
 
-WRITE_EVERY_S = 0.25
+__all__ = [
+    "Bar",
+    "Display",
+    "Reporter",
+    "Snapshot",
+    "combine",
+    "duration",
+    "line",
+    "progress",
+    "progress_path",
+    "say",
+    "summary",
+    "tell",
+]
+
+DRAW_EVERY_S = 0.25
 PLAIN_LINE_EVERY_S = 5.0
-
-
-class Reporter:
-    """Writes a worker's phase and counts to `<run_dir>/progress/<role>-<rank>.json`, at most four times a second.
-
-    The file is replaced by rename without fsync: it is a view for the living, never evidence of finished work.
-    """
-
-    def __init__(self, run_dir: Path, role: str, rank: int) -> None:
-        self.path = progress_path(run_dir, role, rank)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._phase = ""
-        self._phase_started = time.time()
-        self._phase_first = 0.0
-        self._written = 0.0
-
-    def update(self, phase: str, done: float, total: float | None, unit: str, **numbers: Any) -> None:
-        """Report `done` of `total` `unit`s in `phase`; numbers are shown as they are."""
-        now = time.time()
-        if phase != self._phase:
-            self._phase, self._phase_started, self._phase_first, self._written = phase, now, done, 0.0
-        if now - self._written < WRITE_EVERY_S and not (total is not None and done >= total):
-            return
-        self._written = now
-        state = {
-            "phase": phase,
-            "done": done,
-            "total": total,
-            "unit": unit,
-            "started": self._phase_started,
-            "first": self._phase_first,
-            "time": now,
-            "numbers": numbers,
-        }
-        temporary = self.path.with_name(f".{self.path.stem}.{os.getpid()}.partial")
-        try:
-            temporary.write_text(json.dumps(state))
-            temporary.replace(self.path)
-        except OSError:  # a full disk: the work itself must say so, its view does what it can without a new page
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            with suppress(OSError), self.path.open("r+") as file:
-                file.write(json.dumps(state))
-                file.truncate()
-
-
-def progress_path(run_dir: Path, role: str, rank: int) -> Path:
-    """Where a worker's progress lives."""
-    return run_dir / "progress" / f"{role}-{rank}.json"
 
 
 @dataclass
@@ -93,16 +60,16 @@ class Snapshot:
         return max(self.total - self.done, 0.0) / self.rate
 
 
-def combine(states: Sequence[dict[str, Any]], summed: bool) -> Snapshot | None:
-    """Several ranks' states as one: summed counts (independent workers) or the first rank's (ranks in step)."""
+def combine(states: Sequence[BeatState], summed: bool) -> Snapshot | None:
+    """Several ranks' beats as one: summed counts (independent workers) or the first rank's (ranks in step)."""
     if not states:
         return None
-    first = min(states, key=lambda s: (s["phase"] == "done", s["started"])) if summed else states[0]
-    same = [s for s in states if s["unit"] == first["unit"]] if summed else [first]
-    done = sum(s["done"] for s in same)
-    total = None if any(s["total"] is None for s in same) else sum(s["total"] for s in same)
-    rate = sum((s["done"] - s["first"]) / max(s["time"] - s["started"], 1e-6) for s in same)
-    return Snapshot(first["phase"], done, total, first["unit"], rate, dict(first["numbers"]))
+    first = min(states, key=lambda s: (s.phase == DONE, s.started)) if summed else states[0]
+    same = [s for s in states if s.unit == first.unit] if summed else [first]
+    totals = [s.total for s in same if s.total is not None]
+    total = sum(totals) if len(totals) == len(same) else None
+    rate = sum((s.done - s.first) / max(s.time - s.started, 1e-6) for s in same)
+    return Snapshot(first.phase, sum(s.done for s in same), total, first.unit, rate, dict(first.numbers))
 
 
 def duration(seconds: float) -> str:
@@ -237,7 +204,7 @@ class Bar:
         self.done += count
         self.numbers.update(numbers)
         now = time.monotonic()
-        if now - self._shown >= WRITE_EVERY_S:
+        if now - self._shown >= DRAW_EVERY_S:
             self._shown = now
             rate = self.done / max(now - self._started, 1e-6)
             self._display.show(Snapshot(self._phase, self.done, self._total, self._unit, rate, self.numbers))

@@ -36,9 +36,10 @@ def collect() -> dict[str, Any]:
         "argv": sys.argv,
         "cwd": str(Path.cwd()),
         "started": time.time(),
-        "user": _user(),
+        "user": user_name(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "world_size": _world_size(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
@@ -64,7 +65,14 @@ def distribution_version() -> str:
     return versions().get("dflash-offline", "unknown")
 
 
-def _user() -> str:
+def _world_size() -> int | None:
+    """How many processes torchrun or Slurm started, None for our own launcher."""
+    given = os.environ.get("WORLD_SIZE", "")
+    return int(given) if given.isdigit() and "RANK" in os.environ else None
+
+
+def user_name() -> str:
+    """Who runs this; the number of a user without a name (a container's)."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

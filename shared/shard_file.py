@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -104,10 +104,13 @@ class ShardGrid:
         return self.chunks_in(shard) * self.step + self.shard_rows // self.chunk_rows * 16 + CRC_BYTES
 
 
-def write_shard(root: Path, grid: ShardGrid, shard: int, values: Array) -> Array:
+def write_shard(
+    root: Path, grid: ShardGrid, shard: int, values: Array, told: Callable[[int], None] = lambda size: None
+) -> Array:
     """Write one shard file of an array, not yet fsynced; returns the checksums of its inner chunks, uint32.
 
-    `values` is the whole array, contiguous. The last chunk is padded with the fill value as zarr-python pads it.
+    `values` is the whole array, contiguous. The last chunk is padded with the fill value as zarr-python pads it. `told`
+    hears the bytes of every piece that is written.
     """
     path = root / grid.file(shard)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,8 +129,10 @@ def write_shard(root: Path, grid: ShardGrid, shard: int, values: Array) -> Array
             written += len(chunks) * grid.step
             if written - started >= _STARTED_BYTES:
                 start_writing(file.fileno(), started, written - started)
+                told(written - started)
                 started = written
         _write_all(file.fileno(), [grid.index_of(shard)])
+        told(written - started)
     return sums
 
 

@@ -1,7 +1,7 @@
 """Ask a command to stop: SIGTERM and a closed terminal end it as Ctrl-C does, through its own clean-up.
 
 `install_stop` is called once by shared/cli.py, so that `manifests.runs.recorded` sees every request as an exception
-and writes "interrupted". While workers run, shared/launch.py has its own handlers: it asks them first.
+and writes "interrupted". While workers run, manifests/viewer.py has its own handlers: it asks the run.
 """
 
 from __future__ import annotations

@@ -47,8 +47,10 @@ def root_metadata(identity: dict[str, Any]) -> dict[str, Any]:
     return group_metadata({"dflash_format": STORE_FORMAT, IDENTITY_ATTRIBUTE: identity})
 
 
-def write_block(store: Path, block: int, arrays: Arrays) -> dict[str, Any]:
-    """Write one block of whole documents and publish it by rename.
+def write_block(
+    store: Path, block: int, arrays: Arrays, told: Callable[[int], None] = lambda size: None
+) -> dict[str, Any]:
+    """Write one block of whole documents and publish it by rename; `told` hears of every piece, from threads.
 
     `arrays` hold every array of shared.store_layout.ARRAYS that the store keeps, with those dtypes (document_supervised
     is counted here); per-token arrays have N rows, document_offsets D + 1, the other per-document arrays D. Returns
@@ -58,7 +60,7 @@ def write_block(store: Path, block: int, arrays: Arrays) -> dict[str, Any]:
     arrays = _with_counts(arrays)
     _check_shapes(arrays)
     counts = {"tokens": int(arrays["input_ids"].shape[0]), "documents": int(arrays["document_index"].shape[0])}
-    return counts | publish_block(store, block, lambda folder: write_arrays(folder, block, arrays))
+    return counts | publish_block(store, block, lambda folder: write_arrays(folder, block, arrays, told))
 
 
 def publish_block(store: Path, block: int, fill: Callable[[Path], Mapping[str, SealedArray]]) -> dict[str, Any]:
@@ -72,7 +74,9 @@ def publish_block(store: Path, block: int, fill: Callable[[Path], Mapping[str, S
     return {"bytes": sum(sizes), "files": len(sizes), "seal": digest(data)}
 
 
-def write_arrays(folder: Path, block: int, arrays: Arrays) -> dict[str, SealedArray]:
+def write_arrays(
+    folder: Path, block: int, arrays: Arrays, told: Callable[[int], None] = lambda size: None
+) -> dict[str, SealedArray]:
     """Write whole arrays of a block below `folder`, and return what the block's seal says of each; not yet durable."""
     grids: dict[str, tuple[ShardGrid, int]] = {}
     tasks: list[tuple[str, int]] = []
@@ -89,7 +93,7 @@ def write_arrays(folder: Path, block: int, arrays: Arrays) -> dict[str, SealedAr
     def write(task: tuple[str, int]) -> np.ndarray[Any, Any]:
         name, shard = task
         grid = ShardGrid.of(".", name, ready[name].shape)
-        return write_shard(folder, grid, shard, ready[name])
+        return write_shard(folder, grid, shard, ready[name], told)
 
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="shard-writer") as pool:
         sums = dict(zip(tasks, pool.map(write, tasks), strict=True))

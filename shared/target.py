@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from shared.errors import TargetNotFound, TargetUnsupported
+from shared.reporter import Report, unreported
 from shared.target_identity import (
     TargetFiles,
     find_target,
@@ -25,6 +26,7 @@ from shared.target_identity import (
     load_tokenizer_of,
     target_identity,
 )
+from shared.target_loading import kernels_for, told
 
 __all__ = [
     "Capture",
@@ -129,15 +131,23 @@ def resolve_dtype(dtype: DtypeName, device: torch.device) -> torch.dtype:
     return cast(torch.dtype, getattr(torch, dtype))
 
 
-def load_target(target: str, *, dtype: DtypeName = "auto", device: str = "auto", attn: str = "auto") -> Target:
+def load_target(
+    target: str,
+    *,
+    dtype: DtypeName = "auto",
+    device: str = "auto",
+    attn: str = "auto",
+    report: Report = unreported,
+) -> Target:
     """Load a target by folder, GGUF or Hub id, check it and freeze it; `attn` "auto" is sdpa where the family has it.
 
-    Raises TargetNotFound; TargetUnsupported for a model whose decoder layers, head or scales are not where we read
-    them, or whose weights are incomplete or not finite.
+    `report` hears the bytes loaded. Raises TargetNotFound; TargetUnsupported for a model whose decoder layers, head or
+    scales are not where we read them, or whose weights are incomplete or not finite.
     """
     files = find_target(target, weights=True)
     place = resolve_device(device)
-    model = _load_model(files, resolve_dtype(dtype, place), place, attn)
+    with told(files, report):
+        model = _load_model(files, resolve_dtype(dtype, place), place, attn)
     return wrap(model, load_tokenizer_of(files), files.name)
 
 
@@ -182,7 +192,8 @@ def _load_model(files: TargetFiles, dtype: torch.dtype, device: torch.device, at
         options["quantization_config"] = dequantized_config()
     load_config(files)  # its faults are named before anything large is read
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(**files.where(), **options)
+        with kernels_for(device.type):
+            model, report = AutoModelForCausalLM.from_pretrained(**files.where(), **options)
     except OSError as error:
         raise TargetNotFound(f"weights of target {files.name} cannot be read: {str(error).splitlines()[0]}") from error
     except (ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:

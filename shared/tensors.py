@@ -6,9 +6,9 @@ Called by stage 1 (the head in a store) and stage 2 (checkpoints, exports). Rena
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shared.atomic import disk_faults
+from shared.early_writeback import start_writing
 from shared.errors import StoreDamaged
+
+_PIECE_BYTES = 64 << 20
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -41,12 +44,36 @@ def read_tensors(path: Path, advice: str) -> dict[str, Tensor]:
         raise StoreDamaged(f"{path} ({path.stat().st_size:,} bytes) is damaged: {error}; {advice}") from error
 
 
-def write_state(path: Path, state: Any) -> None:
-    """torch.save through a file of ours, whose error keeps the system's number. Raises DiskFull or PathNotWritable."""
+def write_state(path: Path, state: Any, told: Callable[[int], None] = lambda written: None) -> None:
+    """torch.save through a file of ours, whose error keeps the system's number. Raises DiskFull or PathNotWritable.
+
+    `told` hears how many bytes are written; the disk begins with them at once, so that the fsync is no long silence.
+    """
     with disk_faults(path), path.open("wb") as file:
-        torch.save(state, file)
+        torch.save(state, cast(IO[bytes], _Watched(file, told)))
         file.flush()
         os.fsync(file.fileno())
+
+
+class _Watched:
+    """A file as torch.save wants one, which says how far it is every 64 MiB."""
+
+    def __init__(self, file: BinaryIO, told: Callable[[int], None]) -> None:
+        self._file, self._told = file, told
+        self._begun = 0
+
+    def write(self, data: Any) -> int:
+        written = self._file.write(data)
+        at = self._file.tell()
+        if at - self._begun >= _PIECE_BYTES:
+            self._file.flush()
+            start_writing(self._file.fileno(), self._begun, at - self._begun)
+            self._begun = at
+            self._told(at)
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def read_state(path: Path, advice: str) -> Any:

@@ -10,7 +10,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -51,8 +51,19 @@ class _Block:
 class BlockWriter:
     """Use as a context manager; an error of the thread is raised by the next call."""
 
-    def __init__(self, store: Path, rank: int, rows: PreparedRows, encoder: BlockEncoder, headroom: Headroom) -> None:
+    def __init__(
+        self,
+        store: Path,
+        rank: int,
+        rows: PreparedRows,
+        encoder: BlockEncoder,
+        headroom: Headroom,
+        told: Callable[[int, int], None] = lambda committed, written: None,
+    ) -> None:
+        """`told` hears, from the writer's threads, how many blocks are committed and bytes written so far."""
         self.store, self.rank, self.rows, self.encoder, self.headroom = store, rank, rows, encoder, headroom
+        self._told = told
+        self._written = 0
         self.committed: dict[int, str] = {}
         """Blocks that are recorded as done, with their seals."""
         self._ledger = Ledger(store, f"extract-{rank}")
@@ -177,7 +188,7 @@ class BlockWriter:
         arrays["document_offsets"] = np.cumsum([0, *lengths], dtype=np.int64)
         arrays["document_index"] = np.asarray(order, dtype=np.int64)
         arrays["document_split"] = np.asarray([splits[document] == "heldout" for document in order], dtype=np.uint8)
-        written = _publish(self.store, block.number, arrays)
+        written = _publish(self.store, block.number, arrays, self._wrote)
         mass = np.exp(from_bf16(arrays["topk_logits"]) - arrays["logsumexp"][:, None]).sum(axis=1)
         self._ledger.append(*self._document_records(block.number, written["seal"], arrays, mass))
         self._ledger.append(
@@ -194,6 +205,12 @@ class BlockWriter:
             )
         )
         self.committed[block.number] = written["seal"]
+        self._told(len(self.committed), self._written)
+
+    def _wrote(self, size: int) -> None:
+        # Two threads write a block's arrays: a sum that misses a piece still moves.
+        self._written += size
+        self._told(len(self.committed), self._written)
 
     def _document_records(
         self, block: int, seal: str, arrays: Arrays, mass: np.ndarray[Any, Any]
@@ -230,9 +247,9 @@ class BlockWriter:
         )
 
 
-def _publish(store: Path, block: int, arrays: Arrays) -> dict[str, Any]:
+def _publish(store: Path, block: int, arrays: Arrays, told: Callable[[int], None]) -> dict[str, Any]:
     """Write the block; one that was published by a worker that died before its record is made again."""
     final = store / block_name(block)
     if final.exists():
         shutil.rmtree(final)
-    return write_block(store, block, arrays)
+    return write_block(store, block, arrays, told)

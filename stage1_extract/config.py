@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 from shared.config import knob, same_knob
 from shared.errors import ConfigRefused
+from shared.supervision_knobs import SupervisionKnobs, check_supervision
 
 Dtype = Literal["auto", "bfloat16", "float32", "float16"]
 Precision = Literal["bfloat16", "int8"]
 LastHidden = Literal["auto", "bfloat16", "int8", "none"]
-OnDiskFull = Literal["stop", "wait"]
+OnDiskFull = Literal["pause", "stop", "wait"]
 StoredLastHidden = Literal["bfloat16", "int8", "none"]
 
 
@@ -119,13 +120,19 @@ class ExtractConfig:
     device: str = knob("auto", help="auto, cpu, cuda (process N takes GPU N), cuda:N.")
     dtype: Dtype = knob("auto", help="dtype of the forward: auto is bfloat16 on CUDA, float32 on CPU.")
     on_disk_full: OnDiskFull = knob(
-        "stop", help="stop: end with the numbers (exit 41). wait: hold the work until there is room."
+        "pause",
+        help="pause: refuse a plan that does not fit; end workers when the disk fills later, start them when there is "
+        "room. stop: end with the numbers (exit 41). wait: start anyhow, workers hold the work until there is room.",
     )
     disk_reserve_gb: float | None = knob(
         None, help="GB of the disk to leave free (default: 1, but at most 5 % of the disk)."
     )
+    restarts: int = same_knob(SupervisionKnobs, "restarts")
+    hang_limit_scale: float = same_knob(SupervisionKnobs, "hang_limit_scale")
+    detach: bool = same_knob(SupervisionKnobs, "detach")
 
     def __post_init__(self) -> None:
+        check_supervision(self.restarts, self.hang_limit_scale)
         for name in ("shards", "topk", "batch_tokens", "block_tokens", "num_taps"):
             if getattr(self, name) < 1:
                 raise ConfigRefused(f"{name} {getattr(self, name)} must be at least 1")

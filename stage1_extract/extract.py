@@ -1,13 +1,12 @@
-"""`dflash extract`, parent side: everything that can be refused is refused here, then workers do the rest.
+"""`dflash extract`, parent side: everything that can be refused is refused here, then a supervisor has the run.
 
-Called by stage1_extract/cli.py. No torch of ours in this process. Read stage1_extract/worker.py next: the main loop.
+Called by stage1_extract/cli.py. No torch of ours in this process. Read stage1_extract/worker.py next: the main loop;
+stage1_extract/finish.py: the check at its end.
 """
 
 from __future__ import annotations
 
 import shutil
-import time
-from collections import Counter
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -15,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from manifests.blocks import open_store
 from manifests.commit import read
 from manifests.derived_store import require_extracted
-from manifests.runs import recorded
+from manifests.launch import LaunchSpec, start_supervisor
+from manifests.runs import Recording, recording
+from manifests.viewer import Started, detach, view
 from shared.atomic import disk_faults, remove_partials, require_writable, write_json
 from shared.config import to_dict
-from shared.errors import ConfigRefused, StoreIncomplete, StoreMismatch, TooManyShards
+from shared.errors import ConfigRefused, StoreMismatch, TooManyShards
 from shared.geometry import check_target_layer_ids, default_target_layer_ids
-from shared.launch import LaunchSpec, run_workers
-from shared.progress import duration, say, summary
+from shared.progress import say
 from shared.provenance import distribution_version
 from shared.rows import PreparedRows
 from shared.store import comparable, read_identity, require_same
@@ -33,8 +32,9 @@ from shared.target_identity import find_target, load_tokenizer, target_identity
 from stage1_extract.config import Dtype, ExtractConfig
 from stage1_extract.disk_plan import Blocks, StoreShape, store_size
 from stage1_extract.disk_room import Room, readable_bytes, require_room, reserve_of
+from stage1_extract.finish import report
 from stage1_extract.mask_token import choose_mask_token
-from stage1_extract.plan import Plan, done_blocks, is_exported, remaining_blocks, settle_plan
+from stage1_extract.plan import Plan, is_exported, remaining_blocks, settle_plan
 from stage1_extract.plan_inputs import tokenizer_bytes
 
 
@@ -59,51 +59,55 @@ def run(config: ExtractConfig) -> None:
         raise ConfigRefused(
             f"{config.out / 'target'} is no part of a store and would be in its way; choose another --out"
         )
-    with recorded(config.out, "extract", to_dict(config)):
-        if not begun:
-            _forget(config.out)
-            create(config.out, identity)
-        for part in ("", "blocks", "workers", "progress"):
-            remove_partials(config.out / part)
-        plan = settle_plan(config.out, rows.lengths.tolist(), config.block_tokens)
-        remaining = remaining_blocks(config.out, plan)
-        if not remaining and is_exported(config.out):
-            say(f"{config.out} is complete: all {plan.num_blocks} blocks are there; nothing to do")
-            _report(config.out, plan, 0.0)
-            return
-        _require_space(config, rows, plan, remaining, identity)
-        if len(remaining) < config.shards:
-            say(
-                f"extract: only {len(remaining)} of {plan.num_blocks} blocks are to do for {config.shards} processes; "
-                "smaller --block-tokens would use all of them"
-            )
-        write_json(
-            config.out / "work.json",
-            {
-                "config": to_dict(config),
-                "target_layer_ids": identity["target_layer_ids"],
-                "device": device,
-                "dtype": identity["dtype"],
-                "remaining": remaining,
-            },
+    with recording(config.out, "extract", to_dict(config)) as command:
+        started = _begin(config, command, rows, identity, begun)
+    (detach if config.detach else view)(started)
+
+
+def _begin(
+    config: ExtractConfig, command: Recording, rows: PreparedRows, identity: dict[str, Any], begun: bool
+) -> Started | None:
+    """Hand what is left to do over to a supervisor; None when nothing is."""
+    if not begun:
+        _forget(config.out)
+        create(config.out, identity)
+    for part in ("", "blocks", "workers", "progress"):
+        remove_partials(config.out / part)
+    plan = settle_plan(config.out, rows.lengths.tolist(), config.block_tokens)
+    remaining = remaining_blocks(config.out, plan)
+    if not remaining and is_exported(config.out):
+        say(f"{config.out} is complete: all {plan.num_blocks} blocks are there; nothing to do")
+        report(config.out, plan, 0.0)
+        return None
+    _require_space(config, rows, plan, remaining, identity)
+    if len(remaining) < config.shards:
+        say(
+            f"extract: only {len(remaining)} of {plan.num_blocks} blocks are to do for {config.shards} processes; "
+            "smaller --block-tokens would use all of them"
         )
-        started = time.monotonic()
-        run_workers(
-            LaunchSpec(
-                run_dir=config.out,
-                role="extract",
-                entry="stage1_extract.worker:main",
-                num_workers=config.shards,
-                summed_progress=True,
-            )
-        )
-        if left := remaining_blocks(config.out, plan):
-            raise StoreIncomplete(
-                f"{config.out}: {len(left)} of {plan.num_blocks} blocks are missing after all workers ended well, the "
-                f"first is {left[0]}; see {config.out / 'logs'} and run the same command again"
-            )
-        open_store(config.out)  # makes the file of its documents now, which the first trainer would wait for
-        _report(config.out, plan, time.monotonic() - started)
+    work = {
+        "config": to_dict(config),
+        "target_layer_ids": identity["target_layer_ids"],
+        "device": resolve_device(config.device),
+        "dtype": identity["dtype"],
+        "remaining": remaining,
+    }
+    write_json(config.out / "work.json", work)
+    return start_supervisor(
+        command,
+        LaunchSpec(
+            run_dir=config.out,
+            role="extract",
+            entry="stage1_extract.worker:main",
+            num_workers=config.shards,
+            summed_progress=True,
+            independent=True,
+            finish="stage1_extract.finish:finish",
+            restarts=config.restarts,
+            hang_limit_scale=config.hang_limit_scale,
+            on_disk_full="pause" if config.on_disk_full == "pause" else "stop",
+        ),
+    )
 
 
 def _forget(store: Path) -> None:
@@ -181,7 +185,9 @@ def make_identity(config: ExtractConfig, rows: PreparedRows, dtype: str) -> dict
 def _require_space(
     config: ExtractConfig, rows: PreparedRows, plan: Plan, remaining: list[int], identity: dict[str, Any]
 ) -> None:
-    shape = replace(StoreShape.of_identity(identity), tokenizer_bytes=tokenizer_bytes(find_target(config.target)))
+    # With the weights: a Hub target is fetched here, under the Hub's own bars; workers waiting for it would look hung.
+    files = find_target(config.target, weights=True)
+    shape = replace(StoreShape.of_identity(identity), tokenizer_bytes=tokenizer_bytes(files))
     blocks = Blocks.of_plan(rows.lengths, plan, remaining)
     left = store_size(shape, blocks, with_target=not is_exported(config.out))
     say(
@@ -189,26 +195,6 @@ def _require_space(
         f"{readable_bytes(left.total.bytes)} ({left.bytes_per_token:,.0f} bytes a token, {config.precision}); "
         f"layers {identity['target_layer_ids']}, mask token {identity['mask_token_id']}"
     )
-    if config.on_disk_full == "stop":
+    if config.on_disk_full != "wait":
         reserve = reserve_of(config.out, config.disk_reserve_gb)
         require_room(config.out, left.total, Room.at(config.out), reserve)
-
-
-def _report(store: Path, plan: Plan, seconds: float) -> None:
-    done = done_blocks(store)
-    tokens = sum(record["tokens"] for record in done.values())
-    size = sum(record["bytes"] for record in done.values())
-    documents = sum(record["documents"] for record in done.values())
-    skipped = Counter(record["reason"] for record in {r["doc_id"]: r for r in read(store, "skips")}.values())
-    mass = sum(record["detail"]["topk_mass"] * record["tokens"] for record in done.values()) / max(tokens, 1)
-    pairs: list[tuple[str, Any]] = [
-        ("documents", f"{documents:,} of {plan.starts[-1]:,}"),
-        ("tokens", f"{tokens:,}"),
-        ("blocks", f"{len(done)} of {plan.num_blocks}"),
-        ("size", f"{size / 1e9:.3g} GB"),
-        ("top-k holds", f"{100 * mass:.1f} % of the teacher's probability"),
-    ]
-    pairs += [(f"skipped: {reason}", f"{count:,}") for reason, count in sorted(skipped.items())]
-    if seconds:
-        pairs.append(("time", f"{duration(seconds)} in workers"))
-    summary("extracted", [*pairs, ("written to", store)])

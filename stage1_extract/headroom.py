@@ -43,14 +43,16 @@ class Headroom:
     wait: bool
     report: Callable[[str, str], None]
     """Shown while waiting: (free, needed)."""
+    over: Callable[[], None] = lambda: None
+    """Called when a wait has ended."""
 
     def require(self, block: int) -> None:
         """Return once the disk holds this block and what the other workers are at.
 
         Raises DiskFull with the numbers, or when waiting, Interrupted on a request to stop.
         """
-        while (look := self._look()).short is not None:
-            self._wait_or_stop(f"block {block}", look, look.short)
+        if self._wait_for_room(f"block {block}"):
+            self.over()
 
     def patiently(self, what: str, action: Callable[[], None]) -> None:
         """Do `action`, which can be done again after it failed; when the disk fills inside it and we wait, wait.
@@ -68,8 +70,16 @@ class Headroom:
             # Once at least, whatever the numbers say: the disk has just refused, and quotas are not among them.
             look = self._look()
             self._wait_or_stop(what, look, look.short or refused)
-            while (look := self._look()).short is not None:
-                self._wait_or_stop(what, look, look.short)
+            self._wait_for_room(what)
+            self.over()
+
+    def _wait_for_room(self, what: str) -> bool:
+        """Whether anything had to be waited for."""
+        waited = False
+        while (look := self._look()).short is not None:
+            self._wait_or_stop(what, look, look.short)
+            waited = True
+        return waited
 
     def needed(self) -> Size:
         """Blocks that the workers are at, less what of them is on the disk already, and the reserve."""
@@ -83,17 +93,19 @@ class Headroom:
         room, needed = Room.at(self.store), self.needed()
         short = room.lacks(needed)
         if short is not None and needed.allocated <= room.bytes:
-            return _Look(f"{room.inodes:,} files", f"{needed.inodes:,} files", short)
-        return _Look(readable_bytes(room.bytes), readable_bytes(needed.allocated), short)
+            return _Look(f"{room.inodes:,} files", f"{needed.inodes:,} files", short, needed.allocated)
+        return _Look(readable_bytes(room.bytes), readable_bytes(needed.allocated), short, needed.allocated)
 
     def _wait_or_stop(self, what: str, look: _Look, short: str) -> None:
         if not self.wait:
             reserve = readable_bytes(reserve_of(self.store, self.reserve_gb).allocated)
-            raise DiskFull(
+            error = DiskFull(
                 f"{self.store}: no room for {what}: {short} (for the blocks that {self.workers} processes are at, with "
                 f"{reserve} in reserve); make room, then run the same command again: finished blocks are kept. "
                 "--on-disk-full wait waits for room, --disk-reserve-gb sets the reserve"
             )
+            error.needed_bytes = look.needed_bytes
+            raise error
         self.report(look.free, look.needed)
         deadline = time.monotonic() + LOOK_EVERY_S
         while time.monotonic() < deadline:
@@ -110,6 +122,7 @@ class _Look(NamedTuple):
     free: str
     needed: str
     short: str | None
+    needed_bytes: int
 
 
 def _unpublished(store: Path, blocks: Sequence[int]) -> list[int]:

@@ -97,6 +97,12 @@ def remaining_blocks(store: Path, plan: Plan) -> list[int]:
     return [block for block in range(plan.num_blocks) if block not in done]
 
 
+def committed_among(store: Path, blocks: Sequence[int]) -> set[int]:
+    """Those of some blocks that are recorded and present now; looks at no other block's folder."""
+    records = recorded_blocks(store)
+    return {block for block in blocks if block in records and (store / block_name(block) / "zarr.json").is_file()}
+
+
 def is_exported(store: Path) -> bool:
     """Whether `target/` is there in full (it appears by one rename)."""
     return (store / "target" / "head.safetensors").is_file()

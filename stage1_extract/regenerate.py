@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manifests.launch import LaunchSpec, run_workers
 from shared.atomic import disk_faults, write_bytes, write_json
 from shared.chat import Messages
 from shared.config import to_dict
 from shared.conversations import RowFault, Unusable
 from shared.errors import AllMasked, BadRow
-from shared.launch import LaunchSpec, run_workers
 from shared.progress import progress, say
 from shared.rows import Document
 from stage1_extract.collect import Named
@@ -182,6 +182,7 @@ def write_answers(config: PrepareConfig, threads: Sequence[Thread], identity: di
             entry="stage1_extract.regenerate_worker:main",
             num_workers=min(config.shards, len(threads)),
             summed_progress=True,
+            hang_limit_scale=0.0,  # someone looks on, and what an answer may take depends on --max-new-tokens
         )
     )
     return Answers(folder, settings).load()

@@ -1,6 +1,6 @@
 """The main loop of `prepare --regenerate`: one process, one replica of the target, its share of the conversations.
 
-Started by shared/launch.py. Reads DIR/regenerate/{work.json,threads.jsonl}, appends answers to a file of its own;
+Started by manifests/launch.py. Reads DIR/regenerate/{work.json,threads.jsonl}, appends answers to a file of its own;
 the decoding is stage1_extract/decoding.py.
 """
 
@@ -11,17 +11,19 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shared import phases
 from shared.atomic import disk_faults
 from shared.chat import ChatRenderer, Messages
 from shared.config import from_dict
 from shared.conversations import Unusable
 from shared.errors import Interrupted
-from shared.progress import Reporter
+from shared.reporter import Reporter
 from shared.target import Target, load_target
 from shared.worker import stop_requested
 from stage1_extract.config import PrepareConfig
@@ -91,13 +93,12 @@ def main(run_dir: Path, rank: int, world_size: int) -> None:
     rows = [json.loads(line) for line in text.split("\n") if line][rank::world_size]
     threads = [Thread(row["doc"], row["chunks"], row["tools"]) for row in rows]
     reporter = Reporter(run_dir, "regenerate", rank)
-    reporter.update("load target", 0, None, "answers")
     device = (
         f"cuda:{rank % torch.cuda.device_count()}"
         if config.device in ("auto", "cuda") and torch.cuda.is_available()
         else config.device
     )
-    target = load_target(config.target, dtype=config.dtype, device=device)
+    target = load_target(config.target, dtype=config.dtype, device=device, report=reporter.update)
     decoding = Decoding(temperature=config.temperature, batch_size=config.batch_size, eos=eos_ids(target))
     logger.info(
         "target on %s as %s; %d conversations; answers end with %s",
@@ -124,13 +125,14 @@ def main(run_dir: Path, rank: int, world_size: int) -> None:
             if answers.get(threads[i].doc_id, turn, prompt) is None
         ]
         done, tokens, started = len(prompts) - len(requests), 0, time.monotonic()
-        for lot in decode(target, requests, decoding, stop_requested):
+        reporter.update(phases.STEP, done, len(prompts), "answers", turn=turn + 1)
+        for lot in decode(target, requests, decoding, _looking(reporter)):
             for answer in lot:
                 file.add(threads[answer.key].doc_id, turn, prompts[answer.key], answer)
                 done, tokens = done + 1, tokens + len(answer.ids)
             file.save()
             rate = tokens / (time.monotonic() - started)
-            reporter.update(f"answer turn {turn + 1}", done, len(prompts), "answers", tokens_per_second=round(rate))
+            reporter.update(phases.STEP, done, len(prompts), "answers", turn=turn + 1, tokens_per_second=round(rate))
         file.save(now=True)
         if stop_requested():
             raise Interrupted(
@@ -138,6 +140,19 @@ def main(run_dir: Path, rank: int, world_size: int) -> None:
             )
         answers.load()
         _extend(threads, histories, turn, prompts, answers, renderer.tokenizer)
+
+
+def _looking(reporter: Reporter) -> Callable[[], bool]:
+    """stop_requested, which the decoding asks every few tokens: a long answer without an end is progress too."""
+    looks = 0
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        reporter.inner(looks)
+        return stop_requested()
+
+    return look
 
 
 def _prompts(

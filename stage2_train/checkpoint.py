@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,10 +67,17 @@ def contents(drafter: Drafter, optimizer: Optimizer) -> tuple[dict[str, torch.Te
     return whole_weights(drafter), optimizer.state_dict()
 
 
-def save(run_dir: Path, drafter: Drafter, optimizer: Optimizer, snapshot: Snapshot) -> Path:
+def save(
+    run_dir: Path,
+    drafter: Drafter,
+    optimizer: Optimizer,
+    snapshot: Snapshot,
+    told: Callable[[int], None] = lambda written: None,
+) -> Path:
     """Write the checkpoint of loop_state["global_step"] aside and publish it by one rename; the record comes after.
 
-    For rank 0; where the drafter is sharded, the other ranks call `contents` meanwhile.
+    For rank 0; where the drafter is sharded, the other ranks call `contents` meanwhile. `told` hears how many bytes are
+    written.
     Replaces a folder of that step left by an earlier save. Raises DiskFull or PathNotWritable with the older
     checkpoints untouched.
     """
@@ -77,7 +85,8 @@ def save(run_dir: Path, drafter: Drafter, optimizer: Optimizer, snapshot: Snapsh
     weights, optimizer_state = contents(drafter, optimizer)
     with aside(final) as temporary:
         write_tensors(temporary / DRAFTER_FILE, weights)
-        write_state(temporary / OPTIMIZER_FILE, optimizer_state)
+        told(before := (temporary / DRAFTER_FILE).stat().st_size)
+        write_state(temporary / OPTIMIZER_FILE, optimizer_state, lambda written: told(before + written))
         config = drafter.config.to_hf_config() | {"dtype": "float32"}
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         sizes = {entry.name: entry.stat().st_size for entry in sorted(temporary.iterdir())}

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from shared import phases
 from shared.config import to_dict
 from shared.errors import DflashError
 from shared.provenance import distribution_version
+from shared.reporter import Report, unreported
 from stage2_train import compiled
 from stage2_train.compile_cache import CompileCache
 from stage2_train.compiled import Contract
@@ -31,9 +33,9 @@ from stage2_train.training_parts import Parts
 
 @contextmanager
 def compiled_regions(
-    parts: Parts, declare: Callable[[Drafter, Engine], Contract] = compiled.declare
+    parts: Parts, declare: Callable[[Drafter, Engine], Contract] = compiled.declare, report: Report = unreported
 ) -> Iterator[Contract]:
-    """Compile what this run declares, and forbid any other compile inside the block.
+    """Compile what this run declares, telling `report`, and forbid any other compile inside the block.
 
     Records the event "compiled", and "compile cache" when something published was refused. Raises CompileContract.
     """
@@ -41,17 +43,18 @@ def compiled_regions(
     if not contract.regions:
         yield contract
         return
+    report(phases.COMPILE, 0, len(contract.regions), "regions")
     cache = CompileCache(parts.config.compile_cache, cache_key(parts, contract))
     try:
         in_turn = parts.ranks.world_size > 1 and parts.config.parallel != "fsdp"
         if in_turn and local_rank() > 0:
             parts.ranks.barrier()
-        report = _compile(parts, contract, cache)
+        made = _compile(parts, contract, cache, report)
         if local_rank() == 0 and not contract.all_from_cache() and (entry := cache.publish()):
-            report["published"] = str(entry)
+            made["published"] = str(entry)
         for note in cache.notes:
             parts.event("compile cache", note)
-        parts.event("compiled", ", ".join(region.name for region in contract.regions), **report)
+        parts.event("compiled", ", ".join(region.name for region in contract.regions), **made)
         if in_turn and local_rank() == 0:
             parts.ranks.barrier()
         yield contract
@@ -60,7 +63,7 @@ def compiled_regions(
         cache.close()
 
 
-def _compile(parts: Parts, contract: Contract, cache: CompileCache) -> dict[str, Any]:
+def _compile(parts: Parts, contract: Contract, cache: CompileCache, report: Report) -> dict[str, Any]:
     """The contract's warm-up; tried once more without the cache when that is what broke it.
 
     In this process, not a new one: that would tear the process group, which other ranks already wait in. It is safe
@@ -72,7 +75,7 @@ def _compile(parts: Parts, contract: Contract, cache: CompileCache) -> dict[str,
     contract.shapes = f"{rows} rows of {batch.features.shape[1]} tokens and {anchors} blocks of {size}"
     warm, again = cache.seed(), ""
     try:
-        report = contract.warm_up(lambda: parts.stepper.rehearse(batch))
+        made = _told(contract, report, lambda: parts.stepper.rehearse(batch))
     except (DflashError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -83,10 +86,36 @@ def _compile(parts: Parts, contract: Contract, cache: CompileCache) -> dict[str,
             raise
         _forget()
         contract.restart()
-        report = contract.warm_up(lambda: parts.stepper.rehearse(batch))
+        made = _told(contract, report, lambda: parts.stepper.rehearse(batch))
     cache.proven()
-    report["cache"] = "cold" if cache.entry is None else f"filled from {cache.entry}"
-    return report | ({"tried_again_after": again} if again else {})
+    made["cache"] = "cold" if cache.entry is None else f"filled from {cache.entry}"
+    return made | ({"tried_again_after": again} if again else {})
+
+
+def _told(contract: Contract, report: Report, rehearse: Callable[[], None]) -> dict[str, Any]:
+    """The contract's warm-up; `report` hears of every graph when it is there, and of the second pass."""
+    from torch._dynamo.callback import callback_handler
+
+    passes = 0
+
+    def once() -> None:
+        nonlocal passes
+        if passes:
+            report(phases.WARM_UP, passes, 2, "passes")
+        passes += 1
+        rehearse()
+
+    def tell(_which: object = None) -> None:
+        whole, graphs = contract.progress()
+        if passes < 2:
+            report(phases.COMPILE, whole, len(contract.regions), "regions", inner=graphs, graphs=graphs)
+
+    callback_handler.register_end_callback(tell)
+    try:
+        tell()
+        return contract.warm_up(once)
+    finally:
+        callback_handler.remove_end_callback(tell)
 
 
 def _forget() -> None:

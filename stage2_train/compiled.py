@@ -137,6 +137,12 @@ class Contract:
             },
         }
 
+    def progress(self) -> tuple[int, int]:
+        """(regions whose graphs are all there, graphs compiled so far, backward ones too)."""
+        made = self._made()
+        whole = sum(made[region.name].graphs >= region.graphs for region in self.regions)
+        return whole, sum(one.graphs + one.backward_compiles for one in made.values())
+
     def all_from_cache(self) -> bool:
         """Whether nothing was compiled that a cache does not hold."""
         return all(made.from_cache == made.graphs for made in self._made().values())

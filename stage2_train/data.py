@@ -14,7 +14,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -71,6 +71,8 @@ class BatchBuilder:
         self.shapes = shapes
         self.seed = seed
         self.pinned = pinned
+        self.documents_read = 0
+        """By training and estimates together: what moves while the loop waits for a slow store."""
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="reader")
         self._taps = len(store.identity["target_layer_ids"])
         self._quantised = store.identity.get("precision") == "int8"
@@ -111,10 +113,15 @@ class BatchBuilder:
             for piece in row:
                 place["context_positions"][piece.offset : piece.offset + piece.length] = np.arange(piece.length)
             place["features"][sum(piece.length for piece in row) :] = 0
-        documents = [[document.result() for document in row] for row in reads]
+        documents = [[self._finished(document) for document in row] for row in reads]
         if self._quantised:
             tensors["channels"] = self._channels(list(blocks))
         return tensors, documents
+
+    def _finished(self, document: Future[dict[str, Array]]) -> dict[str, Array]:
+        arrays = document.result()
+        self.documents_read += 1
+        return arrays
 
     def _with_blocks(
         self, rows: Sequence[Row], context: dict[str, Tensor], read: list[list[dict[str, Array]]], draw: Draw
@@ -220,11 +227,15 @@ Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """Runs an iterator in one thread, a few items ahead; its error surfaces at the next `next`."""
+    """Runs an iterator in one thread, a few items ahead; its error surfaces at the next `next`.
 
-    def __init__(self, source: Iterator[Item], ahead: int = 2) -> None:
+    `waiting` is called ten times a second while a `next` waits.
+    """
+
+    def __init__(self, source: Iterator[Item], ahead: int = 2, waiting: Callable[[], None] = lambda: None) -> None:
         self._items: queue.Queue[Item | BaseException] = queue.Queue(maxsize=ahead)
         self._source = source
+        self._waiting = waiting
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
         self._thread.start()
@@ -253,6 +264,7 @@ class Prefetcher(Generic[Item]):
             except queue.Empty:
                 if self._closing.is_set():  # so that a thread that waits here ends too
                     raise RuntimeError("closed while waiting for the next item") from None
+                self._waiting()
                 continue
             if isinstance(item, BaseException):
                 raise item

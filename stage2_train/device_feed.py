@@ -11,7 +11,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -183,4 +183,6 @@ class DeviceFeed(Feed):
         self._batches.close()
         if self._cuda:
             # The buffers' memory goes back to the copying stream's pool: whatever uses it next comes after the step.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            # A device that has failed says so again here; the step that met it first must be the one that is heard.
+            with suppress(torch.AcceleratorError):
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))

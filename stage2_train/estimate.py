@@ -14,7 +14,7 @@ evaluation has other prompts and lengths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,14 +31,23 @@ from stage2_train.packing import Row, batches_in, pack, rank_rows
 Array = np.ndarray[Any, Any]
 
 
-def estimate(drafter: Drafter, builder: BatchBuilder, share: Share, engine: Engine, ranks: Ranks) -> dict[str, float]:
+def estimate(
+    drafter: Drafter,
+    builder: BatchBuilder,
+    share: Share,
+    engine: Engine,
+    ranks: Ranks,
+    told: Callable[[int], None] = lambda documents: None,
+) -> dict[str, float]:
     """Acceptance numbers over the builder's documents, the same in every process; {} when nothing is supervised.
 
+    `told` hears after every pass how many documents all processes have done together.
     Shapes are those of training. Gradients stay enabled though nothing is differentiated: a compiled layer has one
     graph for grad mode, and no_grad would make a second.
     """
     counts = torch.zeros(count_size(engine.objective.drafts), dtype=torch.float64, device=engine.device)
     cycles: list[Cycle] = []
+    documents = 0
     rows = pack(builder.lengths(), range(len(builder.documents)), builder.shapes.max_length)
     with torch.set_grad_enabled(engine.attention == "flex"):
         for number in range(batches_in(rows, share.batch_rows)):
@@ -49,6 +58,8 @@ def estimate(drafter: Drafter, builder: BatchBuilder, share: Share, engine: Engi
                 if not any(any(part) for part in parts):
                     continue
                 counts += _follow(drafter, builder, parts[share.rank], passes(builder, parts), engine, cycles)
+                documents += sum(len(row) for part in parts for row in part)
+                told(documents)
     played = [len(cycles), sum(cycle.kept for cycle in cycles)]
     sums = torch.cat([counts, torch.tensor(played, dtype=torch.float64, device=engine.device)])
     sums = ranks.sum(sums).cpu()

@@ -1,6 +1,6 @@
-"""The parent side of `dflash train`: check everything cheap first, write run.json, start the workers, sum up.
+"""The parent side of `dflash train`: check everything cheap first, write run.json, hand the run to a supervisor.
 
-No torch: what kills a worker does not kill this process. Called by cli.py. Next: train.py (what a worker does).
+No torch. Called by cli.py. Next: train.py (what a worker does), training_summary.py (what is printed at the end).
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from manifests.commit import read
-from manifests.runs import recorded
+from manifests.launch import LaunchSpec, start_supervisor
+from manifests.runs import recording
+from manifests.viewer import detach, view
 from shared import provenance
 from shared.atomic import require_writable, write_json
 from shared.config import to_dict
 from shared.errors import ConfigRefused, MaskTokenInUse, MaskTokenMissing, MaskTokenOutOfRange, NothingLeft
 from shared.json_file import read_object
-from shared.launch import LaunchSpec, run_workers
-from shared.progress import say, summary
+from shared.progress import say
 from shared.store import TeacherStore, require_same
 from stage2_train import checkpoint_folder, pinned_store, warm_start
 from stage2_train.config import FREE_FIELDS, TrainConfig
 from stage2_train.drafter_config import DrafterConfig, drafter_geometry
 from stage2_train.pinned_store import RUN_FILE
 from stage2_train.selection import select, total_steps
+from stage2_train.training_summary import print_summary
 
 
 def launch(config: TrainConfig) -> None:
@@ -30,22 +31,29 @@ def launch(config: TrainConfig) -> None:
     run_dir = config.run_dir()
     config.require_processes(config.nproc)
     run = check(config)
-    with recorded(run_dir, "train", run["config"]) as run_id:
+    started = None
+    with recording(run_dir, "train", run["config"]) as command:
         done = open_run(run_dir, run, config)
         if done == run["total_steps"]:
-            _print_summary(run_dir, run, f"already finished: {done} steps")
-            return
-        run_workers(
-            LaunchSpec(
-                run_dir=run_dir,
-                role="train",
-                entry="stage2_train.train:main",
-                num_workers=config.nproc,
-                environment={"DFLASH_RUN_ID": run_id}
-                | ({"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}),
-            )
-        )
-    _print_summary(run_dir, run, f"trained {run['total_steps']} steps")
+            print_summary(run_dir, run, f"already finished: {done} steps")
+        else:
+            started = start_supervisor(command, _launch_spec(config, command.run_id))
+    (detach if config.detach else view)(started)
+
+
+def _launch_spec(config: TrainConfig, run_id: str) -> LaunchSpec:
+    threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
+    return LaunchSpec(
+        run_dir=config.run_dir(),
+        role="train",
+        entry="stage2_train.train:main",
+        num_workers=config.nproc,
+        environment={"DFLASH_RUN_ID": run_id} | threads,
+        finish="stage2_train.training_summary:finish",
+        restarts=config.restarts,
+        hang_limit_scale=config.hang_limit_scale,
+        on_disk_full=config.on_disk_full,
+    )
 
 
 def check(config: TrainConfig) -> dict[str, Any]:
@@ -55,6 +63,7 @@ def check(config: TrainConfig) -> dict[str, Any]:
     NothingLeft, ConfigRefused or PathNotWritable.
     """
     store = pinned_store.open_for(config)
+    config = config.settled(int(store.identity.get("topk") or 0))
     if config.target is not None:
         _check_target(config.target, store)
     start = warm_start.record_for(config)
@@ -157,23 +166,3 @@ def open_run(run_dir: Path, run: dict[str, Any], config: TrainConfig) -> int:
         say(f"continuing {newest} (step {done} of {run['total_steps']})")
     write_json(run_dir / RUN_FILE, {"provenance": provenance.collect()} | run)  # the long list of blocks last
     return done
-
-
-def _print_summary(run_dir: Path, run: dict[str, Any], headline: str) -> None:
-    metrics = read(run_dir, "metrics")
-    estimates = [m for m in metrics if m["split"] == "heldout" and m["name"] == "acceptance_length_estimate"]
-    losses = [m for m in metrics if m["split"] == "train" and m["name"] == "loss"]
-    newest, _ = checkpoint_folder.newest_complete(run_dir)
-    pairs: list[tuple[str, Any]] = [("run", run_dir), ("store", run["store"]["path"]), ("checkpoint", newest)]
-    if losses:
-        pairs.append(("loss", f"{losses[0]['value']:.4f} -> {losses[-1]['value']:.4f}"))
-    if estimates:
-        pairs.append(
-            ("held-out acceptance length (estimate)", f"{estimates[0]['value']:.3f} -> {estimates[-1]['value']:.3f}")
-        )
-    else:
-        pairs.append(("held-out acceptance length (estimate)", "none: the store has no held-out document"))
-    pairs.append(
-        ("next", f"dflash eval --run {run_dir} --data HELDOUT.jsonl  (or the prepared rows: their held-out part)")
-    )
-    summary(headline, pairs)

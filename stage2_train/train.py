@@ -9,15 +9,19 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from manifests.runs import recorded
+from shared import phases
 from shared.atomic import remove_partials
 from shared.config import from_dict
 from shared.errors import CheckpointMismatch, ConfigRefused, Interrupted
-from shared.progress import Reporter
-from shared.worker import install_stop_signals, stop_requested
+from shared.progress import say
+from shared.reporter import Reporter
+from shared.stop_file import forget_stop, read_stop
+from shared.worker import Worker, stop_requested
 from stage2_train import checkpoint, launch_train
 from stage2_train.checkpoint_folder import newest_complete, read_info
 from stage2_train.compile_warm_up import compiled_regions
@@ -33,39 +37,50 @@ from stage2_train.step import Window
 from stage2_train.training_parts import Parts, set_up
 
 logger = logging.getLogger(__name__)
+NOT_PROMISED = (
+    "started by torchrun or Slurm, not by our supervisor: nothing is restarted, a hang is not noticed, and of a kill "
+    "only a silent heartbeat remains; `dflash status`, `why`, `logs` and `stop` work"
+)
 
 
 def main(run_dir: Path, rank: int, world_size: int) -> None:
     """One worker: run the training that run.json in `run_dir` describes, to its end or to a stop."""
+    reporter = Reporter(run_dir, "train", rank)
     run = read_run(run_dir)
     config = from_dict(TrainConfig, run["config"])
+    reporter.update(phases.RENDEZVOUS, 0, world_size, "ranks")
     with process_group(rank, world_size, pick_device(config.device)) as ranks:
-        train(set_up(run_dir, run, ranks, run_id()))
+        train(set_up(run_dir, run, ranks, run_id(), reporter.update), reporter)
 
 
 def train_under_torchrun(config: TrainConfig) -> None:
-    """Be one of torchrun's processes: rank 0 checks and writes run.json, then all train."""
+    """Be one of torchrun's (or Slurm's) processes: rank 0 checks and writes run.json, then all train."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    install_stop_signals()
     rank, world_size = environment_ranks()
-    config.require_processes(world_size)
     run_dir = config.run_dir()
+    worker = Worker(run_dir, "train", rank)
+    worker.take_signals(look=partial(read_stop, run_dir))
+    config.require_processes(world_size)
     with process_group(rank, world_size, pick_device(config.device)) as ranks:
         if rank > 0:
             if ranks.any(False):
                 raise ConfigRefused("rank 0 could not begin this run: its one line, on the first node, says why")
-            train(set_up(run_dir, read_run(run_dir), ranks, run_id()))
+            with worker.attended() as reporter:
+                train(set_up(run_dir, read_run(run_dir), ranks, run_id(), reporter.update), reporter)
             return
         with ExitStack() as ending:
             try:
                 run = launch_train.check(config)
                 identifier = ending.enter_context(recorded(run_dir, "train", run["config"]))
                 launch_train.open_run(run_dir, run, config)
+                forget_stop(run_dir)
             except BaseException:
                 ranks.any(True)  # the others must not wait for a run that does not begin
                 raise
             ranks.any(False)
-            train(set_up(run_dir, run, ranks, identifier))
+            say(NOT_PROMISED)
+            with worker.attended() as reporter:
+                train(set_up(run_dir, run, ranks, identifier, reporter.update), reporter)
 
 
 def fresh_state(drafts: int) -> dict[str, Any]:
@@ -105,14 +120,17 @@ def resume(parts: Parts) -> dict[str, Any]:
     return state
 
 
-def train(parts: Parts) -> None:
+def train(parts: Parts, reporter: Reporter | None = None) -> None:
     """Compile, then the loop. Raises Interrupted after a requested stop (a checkpoint is saved), NonFinite before a bad
     update, CompileContract when a region does not compile as declared.
     """
-    reporter = Reporter(parts.run_dir, "train", parts.ranks.rank)
-    reporter.update("set up", 0, int(parts.run["total_steps"]), "steps")
+    reporter = reporter or Reporter(parts.run_dir, "train", parts.ranks.rank)
     state = resume(parts)
-    with compiled_regions(parts) as contract:
+    if state["global_step"]:
+        reporter.saved(state["global_step"])
+    _, _, loaded, unit = reporter.where
+    reporter.update(phases.LOAD, loaded or 0, loaded, unit)
+    with compiled_regions(parts, report=reporter.update) as contract:
         _loop(parts, state, reporter, contract)
 
 
@@ -120,7 +138,8 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
     config, ranks, total = parts.config, parts.ranks, int(parts.run["total_steps"])
     metrics = Metrics(parts, state)
     batches = stream(parts.builder, parts.share, state["epoch"], state["batch"])
-    feed = make_feed(Prefetcher(batches, config.prefetch), ranks.device)
+    reading = Prefetcher(batches, config.prefetch, lambda: reporter.inner(parts.builder.documents_read))
+    feed = make_feed(reading, ranks.device)
     shown: dict[str, float] = {}
     saved_at = state["global_step"] if state["global_step"] else None
     stop = ranks.any(stop_requested())
@@ -130,12 +149,13 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
             step = state["global_step"]
             last = step >= total
             if (step % config.eval_every == 0 or last) and state["evaluated_at"] != step and (last or not stop):
-                reporter.update("estimate", step, total, "steps", **shown)
+                reporter.update(phases.EVAL, step, total, "steps", **shown)
                 with metrics.outside():
-                    shown |= _evaluate(parts, state, metrics, contract)
+                    shown |= _evaluate(parts, state, metrics, contract, reporter)
             if (step % config.save_every == 0 or last or stop) and step > 0 and saved_at != step:
+                reporter.update(phases.CHECKPOINT, step, total, "steps", **shown)
                 with metrics.outside():
-                    _save(parts, state)
+                    _save(parts, state, reporter)
                 saved_at = step
             if last:
                 contract.check("the end of training")
@@ -145,8 +165,10 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
                     f"training stopped on request at step {step} of {total}, "
                     f"{'checkpoint saved' if step else 'nothing to save yet'}; the same command continues"
                 )
+            reporter.update(phases.STEP, step, total, "steps", **shown)
             stop = _step(parts, state, feed, metrics, contract)
-            reporter.update("train", state["global_step"], total, "steps", **shown)
+            if saved_at is not None:  # rank 0 has recorded it: it took part in a step since
+                reporter.saved(saved_at)
             if (
                 state["global_step"] == 1
                 or state["global_step"] % config.log_every == 0
@@ -154,10 +176,11 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
             ):
                 shown |= metrics.log(state, feed)
                 contract.check(f"the end of step {step}")
+        reporter.update(phases.DRAIN, total, total, "steps", **shown)
     finally:
         feed.close()
         metrics.close()
-    reporter.update("done", total, total, "steps", **shown)
+    reporter.update(phases.DONE, total, total, "steps", **shown)
 
 
 def _step(parts: Parts, state: dict[str, Any], feed: Feed, metrics: Metrics, contract: Contract) -> bool:
@@ -169,13 +192,15 @@ def _step(parts: Parts, state: dict[str, Any], feed: Feed, metrics: Metrics, con
     return stop
 
 
-def _evaluate(parts: Parts, state: dict[str, Any], metrics: Metrics, contract: Contract) -> dict[str, float]:
+def _evaluate(
+    parts: Parts, state: dict[str, Any], metrics: Metrics, contract: Contract, reporter: Reporter
+) -> dict[str, float]:
     state["evaluated_at"] = state["global_step"]
     if parts.heldout is None:
         return {}
     started = time.perf_counter()
     with contract.watch("the held-out estimate"):
-        found = estimate(parts.drafter, parts.heldout, parts.share, parts.engine, parts.ranks)
+        found = estimate(parts.drafter, parts.heldout, parts.share, parts.engine, parts.ranks, reporter.inner)
     if not found:
         return {}
     state["acceptance_length_estimate"] = found["acceptance_length_estimate"]
@@ -184,7 +209,7 @@ def _evaluate(parts: Parts, state: dict[str, Any], metrics: Metrics, contract: C
     return {"held-out": found["acceptance_length_estimate"]}
 
 
-def _save(parts: Parts, state: dict[str, Any]) -> None:
+def _save(parts: Parts, state: dict[str, Any], reporter: Reporter) -> None:
     if parts.ranks.rank > 0:
         checkpoint.contents(parts.drafter, parts.optimizer)  # rank 0 asks for this rank's shares, if there are any
         return
@@ -194,6 +219,7 @@ def _save(parts: Parts, state: dict[str, Any]) -> None:
         run={key: value for key, value in parts.run.items() if key in checkpoint.RUN_KEYS},
         acceptance_length_estimate=state["acceptance_length_estimate"] if fresh else None,
     )
-    folder = checkpoint.save(parts.run_dir, parts.drafter, parts.optimizer, snapshot)
+    folder = checkpoint.save(parts.run_dir, parts.drafter, parts.optimizer, snapshot, reporter.inner)
     checkpoint.record(parts.run_dir, folder, parts.ledger, parts.run_id, snapshot, parts.config.keep)
+    reporter.saved(state["global_step"])
     logger.info("saved %s", folder)

@@ -14,9 +14,13 @@ import torch
 
 from manifests.commit import Ledger
 from manifests.records import EventRecord
+from shared import phases
 from shared.config import from_dict
 from shared.errors import ConfigRefused
+from shared.reporter import Report, unreported
+from shared.store import TeacherStore
 from stage2_train import warm_start
+from stage2_train.checkpoint_folder import newest_complete, read_info
 from stage2_train.config import TrainConfig
 from stage2_train.data import BatchBuilder, Shapes, Share
 from stage2_train.distributed import Ranks
@@ -59,14 +63,20 @@ class Parts:
             self.ledger.append(EventRecord(run_id=self.run_id, event=event, message=message, detail=detail))
 
 
-def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str) -> Parts:
-    """Model, optimizer, data and records; the same on every rank except which rows it takes."""
+def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str, report: Report = unreported) -> Parts:
+    """Model, optimizer, data and records; the same on every rank except which rows it takes. Tells `report` the bytes
+    loaded, of the target's tables and the checkpoint, which train.py puts in place.
+    """
+    report(phases.LOAD, 0, None, "bytes")
     config = from_dict(TrainConfig, run["config"])
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     geometry = DrafterConfig.from_hf_config(run["drafter"])
     store = reopen(config.store, run, run_dir)
+    tables, state = bytes_to_load(run_dir, store)
+    report(phases.LOAD, 0, tables + state, "bytes")
     engine = make_engine(config, geometry, store.load_head(), ranks.device)
+    report(phases.LOAD, tables, tables + state, "bytes")
     drafter = Drafter(geometry).initialise(config.seed).recompute_layers(config.activation_checkpointing)
     start = warm_start.begin(drafter, run, run_dir)
     gradient = _place(drafter, config, engine, ranks)
@@ -115,6 +125,16 @@ def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str) ->
     if start is not None:
         parts.event("warm start", f"first weights from {start['path']}", **start)
     return parts
+
+
+def bytes_to_load(run_dir: Path, store: TeacherStore) -> tuple[int, int]:
+    """Bytes of the target's tables, and of the checkpoint or the weights that training goes on from."""
+    head = store.target_dir / "head.safetensors"
+    newest, _ = newest_complete(run_dir)
+    return (
+        head.stat().st_size if head.is_file() else 0,
+        0 if newest is None else sum(read_info(newest)["files"].values()),
+    )
 
 
 def _place(drafter: Drafter, config: TrainConfig, engine: Engine, ranks: Ranks) -> Gradient:

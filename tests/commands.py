@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from manifests.launch import LaunchSpec
+from manifests.runs import Recording
 from shared.cli import cli
 from shared.errors import DflashError
-from shared.launch import LaunchSpec
+from stage1_extract.finish import finish
 
 
 def run(*arguments: object) -> Result:
@@ -49,14 +51,21 @@ def fault(result: Result) -> DflashError:
     return result.exception
 
 
-def workers_in_process(patch: pytest.MonkeyPatch, extract_module: Any, worker: Any) -> None:
-    """Have a command run its real worker function rank by rank in this process."""
+def workers_in_process(patch: pytest.MonkeyPatch, module: Any, worker: Any) -> None:
+    """Have `dflash extract` or `prepare --regenerate` run its real worker function rank by rank in this process."""
 
     def run_workers(spec: LaunchSpec) -> None:
         for rank in range(spec.num_workers):
             worker.main(spec.run_dir, rank, spec.num_workers)
 
-    patch.setattr(extract_module, "run_workers", run_workers)
+    def start_supervisor(_command: Recording, spec: LaunchSpec) -> None:
+        run_workers(spec)
+        finish(spec.run_dir)
+
+    if hasattr(module, "start_supervisor"):
+        patch.setattr(module, "start_supervisor", start_supervisor)
+    else:
+        patch.setattr(module, "run_workers", run_workers)
 
 
 def flip(path: Path, position: int = -20) -> None:

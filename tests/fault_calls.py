@@ -32,7 +32,7 @@ Whom = Literal["caller", "everyone", "command", "nobody"]
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """Die at the `occurrence`-th call with this label (see `label_of`), whichever process of the trial makes it."""
+    """Die at the `occurrence`-th call with this label (see `label_of`), whichever process of the run makes it first."""
 
     label: str
     occurrence: int = 1
@@ -105,7 +105,7 @@ class Calls:
         if self.kill is not None and label_of(kind, path) == self.kill.label:
             with self._lock:
                 self._met += 1
-                due = self._met == self.kill.occurrence
+                due = self._met == self.kill.occurrence and self._is_first()
         if due and self.kill is not None and self.kill.when != "after":
             if self.kill.when == "middle" and half is not None:
                 half()
@@ -116,6 +116,14 @@ class Calls:
         finally:  # a call that fails (a folder that is there already) is one to die after, too
             if due:
                 self._die(kind, path)
+
+    def _is_first(self) -> bool:
+        """Whether no process of this run met the call before: a worker that is started again lives."""
+        try:
+            os.close(self._os["open"](f"{self.log}.met", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
 
     def _die(self, kind: str, path: str) -> None:
         assert self.kill is not None

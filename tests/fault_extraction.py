@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -20,6 +21,10 @@ from fault_calls import WRITES, Event, Kill, Whom, read_log
 from fault_client import server
 
 from manifests.query import ask
+from shared.errors import WorkerKilled
+
+# How a command ends that was killed itself, or whose supervisor or worker was.
+KILLED = (-signal.SIGKILL, WorkerKilled.exit_code)
 
 
 @dataclass
@@ -127,7 +132,9 @@ class Trial:
 def command(store: Path) -> list[str]:
     """The words of the command without --shards."""
     root = server().root
+    # A kill ends the run, a full disk too: what one command leaves is what the next one finds.
     settings = "--target-layer-ids 0,1 --topk 4 --block-tokens 150 --batch-tokens 200 --device cpu"
+    settings += " --restarts 0 --on-disk-full stop"
     return [
         "extract",
         "--target",
@@ -238,5 +245,5 @@ def draw_kill(rng: random.Random, events: Sequence[Event], whom: Whom) -> Kill:
 
 
 def occurrence(rng: random.Random, label: str, count: int) -> int:
-    """Which of the calls with this label; how often progress is written is up to the clock."""
-    return 1 if "/progress/" in label else rng.randint(1, count)
+    """Which of the calls with this label; how often progress and samples are written is up to the clock."""
+    return 1 if "/progress/" in label or "/supervision/" in label else rng.randint(1, count)

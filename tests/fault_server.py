@@ -1,8 +1,8 @@
 """Runs extraction many times cheaply: torch and the target are loaded once here, every trial is a fork of this process.
 
 A program of its own (`python fault_server.py TARGET`), asked by tests/fault_extraction.py with one JSON line a request.
-The command and its workers are the real ones, told apart from a real start only in being forked instead of spawned
-(tests/fault_calls.py then sees their file calls) and in finding the target loaded.
+The command, its supervisor and workers are the real ones, told apart from a real start only in being forked instead of
+spawned (tests/fault_calls.py then sees their file calls), in one process group, and in finding the target loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,23 @@ from fault_calls import Calls, Kill
 from fault_client import BAD_LETTER
 from tiny_target import save_target
 
+import manifests.crew
+import manifests.finish
+import manifests.launch
+import manifests.supervise
+import manifests.supervisor
+import manifests.viewer
+import manifests.worker_process
 import shared.atomic
 import shared.cli
-import shared.launch
 import shared.worker
-from shared.launch import LaunchSpec, log_path
+from manifests.launch_spec import LaunchSpec, log_path, summary_path
 from shared.target import Target, load_target
 from stage1_extract import worker
 
 _PDEATHSIG, _SUBREAPER = 1, 36
 _running: set[int] = set()
+_server = os.getpid()
 
 
 def main() -> None:
@@ -45,8 +54,11 @@ def main() -> None:
     _spoil(loaded)
     worker.load_target = lambda *_, **__: loaded  # type: ignore[assignment]
     importlib.import_module("stage1_extract.extract")  # so that no trial has to
-    shared.launch._spawn = _fork  # type: ignore[assignment]
-    shared.launch.POLL_S = 0.005
+    manifests.launch._start = _fork_supervisor
+    manifests.worker_process._spawn = _fork_worker  # type: ignore[assignment]
+    manifests.finish._start = _fork_finish
+    manifests.supervise.POLL_S = manifests.crew.POLL_S = manifests.viewer._POLL_S = 0.005
+    manifests.supervise.SETTLE_S = 0.05
     # Workers whose command was killed become ours, so that none is left running unseen.
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -152,7 +164,7 @@ def _become_command(
     try:
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        _redirect(output)
+        _redirect(output, output)
         global _calls
         _calls = Calls(folder, log, Kill(**kill) if kill else None, contents=contents)
         _calls.install()
@@ -170,76 +182,79 @@ def _become_command(
 _calls: Calls
 
 
-def _redirect(output: str) -> None:
+def _redirect(output: str, errors: str) -> None:
     for number, path, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-        (2, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        (2, errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
     ):
         descriptor = os.open(path, flags, 0o644)
         os.dup2(descriptor, number)
         os.close(descriptor)
 
 
-class _Forked:
-    """What shared/launch.py uses of subprocess.Popen."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            if found:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float = 3600.0) -> int:
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("worker", timeout)
-            time.sleep(0.002)
-        return int(self.returncode or 0)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def _fork(spec: LaunchSpec, rank: int, environment: dict[str, str]) -> _Forked:
-    """`shared.launch._spawn` without the seconds that a new interpreter takes to import torch."""
-    path = log_path(spec.run_dir, spec.role, rank)
+def _forked(role: str, output: Path, errors: Path, run: Callable[[], int]) -> int:
+    """Fork instead of starting an interpreter, which would import torch for seconds; returns the child's pid."""
     kept = shared.atomic.held_locks()
     pid = os.fork()
     if pid:
-        return _Forked(pid)
+        return pid
     code = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        # As a spawned process has it: nothing of the command is inherited, its lock above all, but what it passes on.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        # As a spawned process has it: nothing is inherited, the lock above all, but what is passed on.
         for number in sorted(int(name) for name in os.listdir("/proc/self/fd")):  # noqa: PTH208
             if number > 2 and number != _calls.descriptor and number not in kept:
                 try:
                     os.close(number)
                 except OSError:
                     continue
-        _redirect(str(path))
-        _calls.role = f"worker-{rank}"
-        _calls.log.with_name(f"{_calls.log.name}.{os.getpid()}").touch()
-        os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        sys.argv = ["worker", spec.entry, str(spec.run_dir), spec.role]
-        code = shared.worker.main()
+        _redirect(str(output), str(errors))
+        _calls.role = role
+        code = run()
     finally:
         os._exit(code)
+
+
+def _fork_supervisor(spec: LaunchSpec) -> int:
+    """`manifests.launch._start`; not in a session of its own: "everyone" is the trial's process group."""
+    log = log_path(spec.run_dir, spec.role, "supervisor")
+
+    def run() -> int:
+        threading.Thread(target=_end_without, args=(_server,), daemon=True).start()
+        os.environ[manifests.supervisor.LOCKS_VARIABLE] = ",".join(map(str, shared.atomic._held))
+        shared.atomic._held.clear()
+        return manifests.supervisor.main(spec.run_dir)
+
+    return _forked("supervisor", log, log, run)
+
+
+def _end_without(server: int) -> None:
+    """A supervisor outlives whoever started it, and would wait for room for ever after a failed test."""
+    while Path(f"/proc/{server}").exists():
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _fork_worker(spec: LaunchSpec, environment: dict[str, str], log: Path) -> int:
+    """`manifests.worker_process._spawn`."""
+
+    def run() -> int:
+        _calls.log.with_name(f"{_calls.log.name}.{os.getpid()}").touch()
+        os.environ.update(environment)
+        sys.argv = ["worker", spec.entry, str(spec.run_dir), spec.role]
+        return shared.worker.main()
+
+    return _forked(f"worker-{environment['RANK']}", log, log, run)
+
+
+def _fork_finish(spec: LaunchSpec) -> int:
+    """`manifests.finish._start`."""
+    summary, log = summary_path(spec.run_dir, spec.role), log_path(spec.run_dir, spec.role, "supervisor")
+    summary.unlink(missing_ok=True)
+    return _forked("finish", summary, log, lambda: manifests.finish.finish(spec.finish, spec.run_dir, spec.role))
 
 
 def _mount(path: str, options: str) -> dict[str, Any]:

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from made_runs import GONE, MadeRun, holder, identity
 
+from manifests import status as status_module
 from manifests.commit import Ledger, files_of, read
 from manifests.query import ask
 from manifests.records import RunRecord, ShardRecord
 from manifests.runs import is_owned, recorded
-from manifests.status import status_of, statuses
+from manifests.status import FolderStatus, status_of, statuses
+from manifests.status_text import lines_of
+from shared.atomic import write_json
 from shared.errors import CheckpointMismatch, ConfigRefused, DiskFull, Interrupted, NonFinite, RunBusy
+from shared.gpus import Gpu, GpuReport
 
 ENDINGS = [
     (DiskFull("full"), "failed", 41),
@@ -75,7 +86,9 @@ with recorded(Path(sys.argv[1]), "extract", {}):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     status = status_of(tmp_path)
     assert status.state == "lost"
-    assert "run the same command again" in status.message
+    assert status.run is not None
+    assert status.run.verdict is not None
+    assert f"dflash resume {tmp_path}" in status.run.verdict["advice"]
 
 
 def test_what_a_store_holds(tmp_path: Path) -> None:
@@ -163,3 +176,196 @@ def test_a_folder_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -
     (tmp_path / "odd" / "manifest" / "runs.x.jsonl").symlink_to("/proc/self/mem")
     states = {Path(row.folder).name: row.state for row in statuses([tmp_path])}
     assert states == {"good": "finished", "odd": "unreadable"}
+
+
+def text_of(status: FolderStatus) -> str:
+    return "\n".join(lines_of(status))
+
+
+def told(state: FolderStatus) -> Any:
+    """The picture of the run, which is there."""
+    assert state.run is not None
+    return state.run
+
+
+def test_a_running_training(tmp_path: Path) -> None:
+    with holder(tmp_path) as child:
+        run = MadeRun(tmp_path).started().supervised(child.pid, 2).log(0, "one\ntwo\nthree\nfour\n")
+        run.beat(0, child.pid, "step", 40).beat(1, child.pid, "step", 41)
+        status = status_of(tmp_path)
+    assert (status.state, status.message) == ("running", "step 40/100 steps  4 steps/s  ETA 15s")
+    picture = told(status)
+    assert (picture.phase, picture.done, picture.total, picture.unit) == ("step", 40, 100, "steps")
+    assert picture.eta_s == pytest.approx(15, rel=0.1)
+    assert [rank.pid for rank in picture.ranks] == [child.pid, child.pid]
+    assert picture.verdict is None
+    assert picture.last_sign_s < 5
+    assert text_of(status).splitlines()[1:] == ["    log of rank 0:", "      | two", "      | three", "      | four"]
+    json.dumps(status.as_dict())
+
+
+def test_ranks_that_differ_have_a_line_each(tmp_path: Path) -> None:
+    with holder(tmp_path) as child:
+        run = MadeRun(tmp_path).started().supervised(child.pid, 3).log(1, "the last of rank 1\n")
+        run.beat(0, child.pid, "step", 40).beat(1, child.pid, "eval", 40, silent_s=42).beat(2, child.pid, "done", 100)
+        text = text_of(status_of(tmp_path))
+        assert "rank 0: step 40/100 steps\n" in text
+        assert "rank 1: eval 40/100 steps, silent for 42s\n" in text
+        assert "rank 2: done 100/100 steps\n" in text
+        assert "| the last of rank 1" in text
+        child.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not told(status := status_of(tmp_path)).ranks[0].stopped and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert status.state == "running"
+        assert status.message.startswith("its supervisor is stopped by a signal and watches nothing")
+        assert f"rank 0: step 40/100 steps, stopped by a signal (`kill -CONT {child.pid}` lets it go on)" in text_of(
+            status
+        )
+
+
+def test_paused_then_stopping(tmp_path: Path) -> None:
+    with holder(tmp_path) as child:
+        run = MadeRun(tmp_path).started().supervised(child.pid).beat(0, child.pid, "step", 40)
+        run.event("restart", attempt=1).event("paused", code="disk.full", free=2e9, needed=5.25e9)
+        status = status_of(tmp_path)
+        assert (status.state, told(status).restarts) == ("paused", 1)
+        assert status.message.startswith("the disk is full: 2.0 GB free, it goes on by itself at 5.2 GB; step 40/100")
+        run.event("continued")
+        assert status_of(tmp_path).state == "running"
+        (tmp_path / "supervision").mkdir()
+        request = {"time": 1.0, "user": "ada", "host": "desk", "tty": "/dev/pts/3", "via": "dflash stop", "now": False}
+        write_json(tmp_path / "supervision" / "stop.json", request)  # of an earlier run: too old to count
+        assert status_of(tmp_path).state == "running"
+        write_json(tmp_path / "supervision" / "stop.json", request | {"time": time.time() + 1})
+        status = status_of(tmp_path)
+    assert (status.state, told(status).stop["user"]) == ("stopping", "ada")
+    assert "asked to stop by dflash stop by ada@desk on /dev/pts/3; step 40" in status.message
+
+
+def test_a_run_of_another_host(tmp_path: Path) -> None:
+    there = {"host": "node7", "boot": "another boot", "pid_ns": "pid:[1]", "pid1_start": 1}
+    MadeRun(tmp_path / "fresh").started().supervised(GONE, **there).beat(0, GONE, "step", 40)
+    MadeRun(tmp_path / "old", ago=300).started().supervised(GONE, **there).beat(0, GONE, "step", 40)
+    fresh, old = statuses([tmp_path])
+    assert (fresh.state, old.state) == ("running", "unknown")
+    assert fresh.message.startswith("on node7, last sign of life 0s ago: step 40/100 steps")
+    assert old.message.startswith("on node7, last sign of life 5m0")
+    assert told(old).last_sign_s == pytest.approx(300, abs=5)
+
+
+def test_lost_by_a_reboot_and_by_a_killed_supervisor(tmp_path: Path) -> None:
+    MadeRun(tmp_path / "boot").started().supervised(GONE, boot="the boot before").beat(0, GONE, "step", 40)
+    status = status_of(tmp_path / "boot")
+    assert (status.state, told(status).verdict["code"]) == ("lost", "host.reboot")
+    assert f"cause: host.reboot ({told(status).verdict['confidence']})" in text_of(status)
+    assert f"more: dflash why {tmp_path / 'boot'}" in text_of(status)
+    with holder(tmp_path / "orphans") as worker, subprocess.Popen(["sleep", "600"]) as supervisor:
+        run = MadeRun(tmp_path / "orphans").started().supervised(supervisor.pid)
+        run.event("worker spawned", attempt=1, rank=0, **identity(worker.pid)).beat(0, worker.pid, "step", 40)
+        supervisor.kill()
+        supervisor.wait()
+        status = status_of(tmp_path / "orphans")
+    assert status.state == "stopping"
+    assert status.message.startswith("its supervisor is gone, so rank 0 will save and leave; step 40/100")
+    assert told(status).verdict["code"] == "sup.killed"
+
+
+def test_gpus_of_a_running_and_of_a_lost_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Question:
+        def answer(self) -> GpuReport:
+            return report
+
+    gpu = Gpu(0, "H200", "GPU-0", 61 << 30, 140 << 30, 97)
+    report = GpuReport((gpu, replace(gpu, index=1, used=0, utilisation=None)), "GPU 2 did not answer within 0.5 s")
+    monkeypatch.setattr(status_module, "GpuQuestion", Question)
+    for name, device in (("cuda", "auto"), ("cpu", "cpu")):
+        MadeRun(tmp_path / name).record("started", config={"device": device}).supervised(GONE)
+    on_cpu, on_gpu = statuses([tmp_path])
+    assert "    GPUs: 61.0 0.0 of 140 GiB in use, 97 ? % busy; GPU 2 did not answer within 0.5 s" in lines_of(on_gpu)
+    assert [gpu["uuid"] for gpu in on_gpu.as_dict()["run"]["gpus"]] == ["GPU-0", "GPU-0"]
+    assert "GPUs" not in text_of(on_cpu)
+    report = GpuReport((), "no NVML: the package nvidia-ml-py is not installed")
+    on_gpu = statuses([tmp_path])[1]
+    assert "NVML" not in text_of(on_gpu)  # nothing to do with the run, and said by `dflash doctor`
+    assert told(on_gpu).gpus_missing == report.missing
+
+
+def test_how_a_run_failed_is_told_with_its_verdict(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path).started().supervised(GONE)
+    verdict = {"code": "sig.kill.oom_cgroup", "confidence": "proved", "ranks": [3], "time": 1.0, "phase": "step"}
+    run.event("restart").event("verdict", verdict=verdict | {"advice": "more memory"})
+    run.record("failed", "OutOfMemory: rank 3", 55)
+    status = status_of(tmp_path)
+    assert (status.state, told(status).exit_code, told(status).restarts) == ("failed", 55, 1)
+    assert "cause: sig.kill.oom_cgroup (proved), rank 3, in phase step, 1970" in text_of(status)
+    assert "to do: more memory" in text_of(status)
+
+
+def test_an_end_that_a_full_disk_did_not_record(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path).started().supervised(GONE)
+    run.event("supervisor ended", "no room", state="failed", exit_code=41, code="disk.full", error="DiskFull")
+    assert status_of(tmp_path).state == "failed"
+
+
+def test_an_evaluation_beside_a_lost_training_does_not_hide_it(tmp_path: Path) -> None:
+    MadeRun(tmp_path).started().supervised(GONE)
+    with recorded(tmp_path, "eval", {}):
+        pass
+    assert (status_of(tmp_path).command, status_of(tmp_path).state) == ("train", "lost")
+
+
+def test_a_second_is_enough_and_nothing_heavy_is_loaded(tmp_path: Path) -> None:
+    """30,000 blocks, a terabyte of document records that must not be read, and a lost training."""
+    store = tmp_path / "x.zarr"
+    ledger = Ledger(store, "w0")
+    ledger.append(
+        *(
+            ShardRecord(block=block, rank=0, documents=32, tokens=9000, bytes=500, seconds=1.0, seal="a")
+            for block in range(30_000)
+        )
+    )
+    for kind in ("documents", "metrics"):
+        with (store / "manifest" / f"{kind}.w0.jsonl").open("wb") as file:
+            file.truncate(1 << 40)
+    MadeRun(tmp_path / "run").started().supervised(GONE).beat(0, GONE, "step", 40)
+    code = (
+        "import sys\nfrom shared.cli import cli\n"
+        f"cli.main(['status', {str(tmp_path)!r}], standalone_mode=False)\n"
+        "print('heavy:', sorted({'torch', 'transformers', 'zarr', 'duckdb', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+    assert "blocks: 30,000" in done.stdout
+    assert "[folder]  train lost" in done.stdout
+    # Processor seconds, because other tests run beside this one: alone it is the wall time.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_what_may_not_be_read_and_what_may_not_be_written(tmp_path: Path) -> None:
+    """As another user: a folder of somebody else's is shown, one that is closed is said to be."""
+    for name in ("open", "closed"):
+        MadeRun(tmp_path / name).started().supervised(GONE).beat(0, GONE, "step", 40)
+    (tmp_path / "closed" / "manifest").chmod(0o700 if os.geteuid() == 0 else 0)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        said = json.dumps({Path(row.folder).name: [row.state, row.message] for row in statuses([tmp_path])})
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:  # noqa: PTH123 - a descriptor
+        rows = json.load(pipe)
+    os.waitpid(child, 0)
+    (tmp_path / "closed" / "manifest").chmod(0o755)
+    assert rows["open"][0] == "lost"
+    assert rows["closed"][0] == "unreadable"
+    assert "Permission denied" in rows["closed"][1]

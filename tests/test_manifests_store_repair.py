@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import fault, flip, found, run, verify
+from commands import fault, flip, found, run, verify, workers_in_process
 from small_store import SmallStore, make_small_store
 from tiny_target import save_target
 
@@ -20,7 +20,6 @@ from manifests.making_command import making_command
 from manifests.records import RunRecord
 from shared.atomic import owned
 from shared.errors import RunBusy, StoreDamaged, StoreIncomplete, StoreMissing
-from shared.launch import LaunchSpec
 from stage1_extract import worker
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -131,7 +130,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run("prepare", root / "data.jsonl", "--target", root / "target", "--out", root / "rows", "--heldout-rows", 2)
     assert done.exit_code == 0, done.output
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extract_module, "run_workers", in_this_process)
+        workers_in_process(patch, extract_module, worker)
         done = run(
             "extract", "--target", root / "target", "--data", root / "rows", "--out", root / "x.zarr",
             "--target-layer-ids", "0,1", "--topk", 8, "--block-tokens", 150, "--batch-tokens", 200, "--device", "cpu",
@@ -139,11 +138,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.exit_code == 0, done.output
     assert len(recorded_blocks(root / "x.zarr")) > 3
     return root
-
-
-def in_this_process(spec: LaunchSpec) -> None:
-    for rank in range(spec.num_workers):
-        worker.main(spec.run_dir, rank, spec.num_workers)
 
 
 def contents(store: Path) -> dict[str, bytes]:
@@ -204,7 +198,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_after_a_repair_and_the_command_it_names_the_store_is_as_before(
     tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(extract_module, "run_workers", in_this_process)
+    workers_in_process(monkeypatch, extract_module, worker)
     store = tmp_path / "moved.zarr"
     shutil.copytree(made / "x.zarr", store)
     before = contents(store)

@@ -58,7 +58,6 @@ def test_the_lower_half_never_needs_torch() -> None:
         or name
         in (
             "shared.cli",
-            "shared.launch",
             "shared.worker",
             "shared.config",
             "shared.store_layout",

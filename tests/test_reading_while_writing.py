@@ -65,14 +65,15 @@ SETTINGS = """
 
 def hold_back(extraction: subprocess.Popen[bytes], store: Path, runs: list[Path]) -> None:
     """Let the extraction sleep half-way until both trainings have stepped: on a fast disk nothing would overlap."""
-    held = False
+    held: list[int] = []
     while extraction.poll() is None and not all(read(run, "metrics") for run in runs):
         if not held and store.exists() and len(recorded_blocks(store)) > 150:
-            os.killpg(extraction.pid, signal.SIGSTOP)
-            held = True
+            held = [event["detail"]["pid"] for event in read(store, "events") if event["event"] == "worker spawned"]
+            for pid in held:
+                os.kill(pid, signal.SIGSTOP)
         time.sleep(0.02)
-    if held:
-        os.killpg(extraction.pid, signal.SIGCONT)
+    for pid in held:
+        os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,6 +42,23 @@ def test_families_load_frozen_and_their_logits_are_ours(folders: dict[str, Path]
         own = target.model(ids).logits
         ours = target.logits(target.decoder(ids, use_cache=False).last_hidden_state)
     torch.testing.assert_close(ours, own)
+
+
+def test_a_hybrid_target_on_a_cpu_takes_no_kernels_that_need_a_gpu(folders: dict[str, Path], tmp_path: Path) -> None:
+    kernels = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    functions = "".join(f"def {name}(*_, **__): raise SystemExit('a GPU kernel ran')\n" for name in kernels)
+    for package in ("fla/ops/gated_delta_rule", "fla/ops", "fla"):
+        (tmp_path / package).mkdir(parents=True, exist_ok=True)
+        (tmp_path / package / "__init__.py").write_text(functions)
+    code = (
+        "import sys, torch\nfrom shared.target import load_target\n"
+        f"load_target({str(folders['qwen3_5'])!r}, device='cpu', dtype='float32')\n"
+        "import fla; print('fla stays importable', fla.__file__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "fla stays importable" in done.stdout
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,6 +21,7 @@ from fault_calls import FILLER, Kill
 from fault_extraction import Trial, arrays_and_target, occurrence, reference, require_whole, server, sites
 
 from manifests.blocks import recorded_blocks
+from manifests.commit import read
 from shared.errors import DiskFull
 from shared.store_layout import block_name
 from stage1_extract import headroom as headroom_module
@@ -131,7 +132,7 @@ def test_a_disk_without_inodes_is_refused_and_resumes(disk: SmallDisk) -> None:
 def test_inodes_that_run_out_inside_a_block_lose_nothing(disk: SmallDisk) -> None:
     disk.mount("size=16m,nr_inodes=250")
     pid = disk.start("--on-disk-full", "wait")  # which does not look before the start
-    assert re.search(r"free [0-9]+ files  needed [0-9]+ files", wait_for(disk, "waiting for room"))
+    assert re.search(r"free [0-9]+ files  needed [0-9]+ files", wait_for(disk, "wait for room"))
     server().ask("stop", pid=pid)
     assert disk.finish(pid).code == 75, disk.text()
     assert partials(disk) == []
@@ -242,8 +243,8 @@ def test_waiting_work_goes_on_when_there_is_room(disk: SmallDisk, label: str) ->
     disk.mount("size=8m")
     kill = Kill(label=label, when="before", whom="nobody")
     pid = disk.start("--on-disk-full", "wait", shards=1, kill=kill)
-    told = wait_for(disk, "waiting for room")
-    assert re.search(r"waiting for room [0-9,]+/[0-9,]+ tokens  .*free [0-9.]+ k?B  needed [0-9.]+ .?B", told), told
+    told = wait_for(disk, "wait for room")
+    assert re.search(r"wait for room [0-9,]+/[0-9,]+ tokens  .*free [0-9.]+ k?B  needed [0-9.]+ .?B", told), told
     disk.empty()
     assert disk.finish(pid).code == 0, disk.text()
     require_whole(disk)
@@ -253,7 +254,7 @@ def test_a_stop_request_ends_the_wait(disk: SmallDisk) -> None:
     disk.mount("size=8m")
     kill = Kill(label="mkdir x.zarr/blocks/.000002.*.partial", when="before", whom="nobody")
     pid = disk.start("--on-disk-full", "wait", kill=kill)
-    wait_for(disk, "waiting for room")
+    wait_for(disk, "wait for room")
     server().ask("stop", pid=pid)
     done = disk.finish(pid)
     assert (done.code, partials(disk)) == (75, []), disk.text()
@@ -282,6 +283,33 @@ def full_then_room(disk: SmallDisk, kill: Kill, shards: int) -> int:
 def test_a_disk_that_fills_inside_a_block(disk: SmallDisk, label: str) -> None:
     disk.mount("size=8m")
     assert full_then_room(disk, Kill(label=label, when="before", whom="nobody"), shards=1) == 41
+
+
+@pytest.mark.parametrize("label", FULL_AT[2:4])
+def test_a_paused_run_goes_on_by_itself_when_there_is_room(disk: SmallDisk, label: str) -> None:
+    disk.mount("size=8m")
+    pid = disk.start("--on-disk-full", "pause", kill=Kill(label=label, when="before", whom="nobody"))
+    told = wait_for(disk, "paused until there is room")
+    assert re.search(r"the disk of .*x\.zarr is full: [0-9,]+ of [0-9,]+ bytes are free", told), told
+    disk.empty()
+    assert disk.finish(pid).code == 0, disk.text()
+    assert [e["event"] for e in read(disk.store, "events") if e["event"] in PAUSE] == list(PAUSE)
+    require_whole(disk)
+
+
+PAUSE = ("paused", "continued")
+
+
+def test_a_paused_run_can_be_stopped(disk: SmallDisk) -> None:
+    disk.mount("size=8m")
+    kill = Kill(label=FULL_AT[1], when="before", whom="nobody")
+    pid = disk.start("--on-disk-full", "pause", kill=kill)
+    wait_for(disk, "paused until there is room")
+    server().ask("stop", pid=pid)
+    assert disk.finish(pid).code == 75, disk.text()
+    disk.empty()
+    assert disk.extract().code == 0, disk.text()
+    require_whole(disk)
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ from tiny_target import save_target
 import stage1_extract.extract as extract_module
 from manifests.blocks import open_store as open_blocks
 from manifests.commit import read
+from manifests.launch import LaunchSpec
+from manifests.runs import Recording
 from shared.cli import cli
 from shared.errors import (
     ConfigRefused,
@@ -31,9 +33,8 @@ from shared.errors import (
     StoreMismatch,
     TargetNotFound,
     TargetUnsupported,
-    WorkerFailed,
+    WorkerKilled,
 )
-from shared.launch import LaunchSpec
 from shared.rows import PreparedRows
 from shared.store import TeacherStore
 from shared.store_layout import block_name
@@ -460,16 +461,16 @@ def test_a_kill_between_block_and_record_is_repaired_by_the_same_command(
     ok(extract(root, tmp_path / "whole"))
     store = tmp_path / "x"
 
-    def run(spec: LaunchSpec) -> None:
+    def start(_command: Recording, spec: LaunchSpec) -> None:
         ended = subprocess.run(
             [sys.executable, "-c", KILLED_AFTER_THE_RENAME, str(spec.run_dir)], check=False, timeout=120
         )
         assert ended.returncode == -signal.SIGKILL
-        raise WorkerFailed("killed")
+        raise WorkerKilled("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(extract_module, "run_workers", run)
-        assert isinstance(extract(root, store).exception, WorkerFailed)
+        patch.setattr(extract_module, "start_supervisor", start)
+        assert isinstance(extract(root, store).exception, WorkerKilled)
     assert sorted(done_blocks(store)) == [0, 1]
     assert (store / block_name(2)).exists()
     ok(extract(root, store, "--shards", 2))
@@ -516,16 +517,16 @@ def test_killed_and_stopped_workers_leave_a_store_that_the_same_command_complete
 ) -> None:
     ok(extract(root, tmp_path / "whole"))
     store = tmp_path / "x"
-    running = start(command(root, store, 2))
+    running = start([*command(root, store, 2), "--restarts", "0"])
     try:
-        # SIGTERM goes to the command, which asks its workers; SIGKILL hits one worker as the kernel would.
+        # SIGTERM goes to the command, which asks the run to stop; SIGKILL hits one worker as the kernel would.
         worker_pid = _worker_pid(store, running)
         pid = running.pid if number is signal.SIGTERM else worker_pid
         os.kill(pid, number)
         output = running.communicate(timeout=120)[0].decode()
     finally:
         running.kill()
-    assert running.returncode == (75 if number is signal.SIGTERM else 50), output
+    assert running.returncode == (75 if number is signal.SIGTERM else WorkerKilled.exit_code), output
     assert read(store, "runs")[-1]["state"] == ("interrupted" if number is signal.SIGTERM else "failed")
     ok(extract(root, store, "--shards", 1))
     assert files_of(store) == files_of(tmp_path / "whole")

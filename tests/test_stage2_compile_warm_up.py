@@ -54,8 +54,15 @@ def warmed(ranks: Ranks, store: Path, run_dir: Path, changes: dict[str, Any]) ->
     def declare(*given: Any) -> compiled.Contract:
         return Noted(compiled.declare(*given, backend="aot_eager").regions, kernels=False)
 
+    told: list[tuple[str, float, float | None, float | None]] = []
+
+    def report(
+        phase: str, done: float, total: float | None, unit: str, inner: float | None = None, **numbers: Any
+    ) -> None:
+        told.append((phase, done, total, inner))
+
     state, batches = fresh_state(3), stream(parts.builder, parts.share, 0, 0)
-    with compiled_regions(parts, declare) as contract:
+    with compiled_regions(parts, declare, report) as contract:
         ended = time.time()
         for _ in range(2):
             with contract.watch("a step"):
@@ -66,6 +73,7 @@ def warmed(ranks: Ranks, store: Path, run_dir: Path, changes: dict[str, Any]) ->
         "started": started,
         "ended": ended,
         "loss": state["window"]["sums"]["loss"],
+        "told": told,
     }
 
 
@@ -76,6 +84,13 @@ def test_two_ranks_compile_in_order_or_all_at_once(tmp_path: Path, parallel: str
     one, two = together(tmp_path / "ranks", 2, warmed, store, tmp_path / "run", {"parallel": parallel})
     assert one["graphs"] == two["graphs"] == 3
     assert one["loss"] == two["loss"]
+    for rank in (one, two):
+        assert rank["told"][0] == ("compile", 0, 3, None)
+        compiling = [told for told in rank["told"] if told[0] == "compile" and told[3] is not None]
+        assert [told[3] for told in compiling] == sorted(told[3] for told in compiling)
+        assert len({told[3] for told in compiling}) >= 3  # every graph renews the limit
+        assert compiling[-1][1] >= 2
+        assert rank["told"][-1] == ("warm-up", 1, 2, None)
     if parallel == "ddp":
         assert two["started"] >= one["ended"] - 0.5
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import time
@@ -11,10 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from supervised import events, until
 from toy_run import command, config_of, curve, environment, run_command, run_here
 from toy_store import counting_texts, make_store
 
+from shared.beat import read_beat
+from shared.ending import ending_path
 from shared.errors import CheckpointMismatch, ConfigRefused, Interrupted
+from shared.reporter import progress_path
 from stage2_train import train as train_module
 from stage2_train.checkpoint_folder import folder_of, newest_complete
 
@@ -64,6 +70,9 @@ def test_two_processes_equal_one(store: Path, tmp_path: Path, torchrun: bool) ->
         ]
     done = run_command(line)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("nothing is restarted, a hang is not noticed") == torchrun
+    for rank in range(2):
+        require_signs(tmp_path / "two", rank)
     for name, split in (
         ("loss", "train"),
         ("grad_norm", "train"),
@@ -78,6 +87,17 @@ def test_two_processes_equal_one(store: Path, tmp_path: Path, torchrun: bool) ->
     again = run_command([*command(config), "--nproc=2"])
     assert again.returncode == 0, again.stderr
     assert "already finished: 10 steps" in again.stdout
+
+
+def require_signs(run_dir: Path, rank: int) -> None:
+    """Whoever started it, a process leaves its ending, its last heartbeat and a file for its stacks."""
+    ending = json.loads(ending_path(run_dir, "train", rank).read_text())
+    assert (ending["code"], ending["rank"], ending["phase"]) == (0, rank, "done")
+    beat = read_beat(progress_path(run_dir, "train", rank))
+    assert beat is not None
+    assert (beat.done, beat.total, beat.saved, beat.pid) == (10, 10, 10 if rank == 0 else 8, ending["pid"])
+    assert beat.alive_count > 0
+    assert (run_dir / "logs" / f"train-{rank}.fault").exists()
 
 
 @pytest.mark.parametrize("stop_at", [1, 5, 8])
@@ -126,6 +146,25 @@ def test_sigterm_saves_and_the_same_command_goes_on(store: Path, tmp_path: Path)
     _, said = resumed.communicate(timeout=60)
     assert resumed.returncode == Interrupted.exit_code
     assert f"continuing {folder}" in said
+
+
+@pytest.mark.crash
+def test_a_killed_worker_is_started_again_and_nothing_is_lost_or_repeated(store: Path, tmp_path: Path) -> None:
+    changes = {"steps": 60, "save_every": 5, "eval_every": 1000}
+    run_here(config_of(store, tmp_path / "straight", **changes))
+    config = config_of(store, tmp_path / "run")
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in changes.items()]
+    process = subprocess.Popen(command(config, *options), env=environment(), stderr=subprocess.PIPE, text=True)
+    until(lambda: len(curve(tmp_path / "run")) >= 7, 60)
+    (spawned,) = events(tmp_path / "run", "worker spawned")
+    os.kill(spawned["detail"]["pid"], signal.SIGKILL)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 0, said
+    assert "attempt 2 of all workers begins" in said
+    (resumed,) = events(tmp_path / "run", "resumed")
+    assert resumed["detail"]["global_step"] >= 5
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    same_weights(folder_of(tmp_path / "straight", 60), folder_of(tmp_path / "run", 60))
 
 
 def test_a_broken_checkpoint_is_named_and_the_older_one_used(

@@ -71,13 +71,16 @@ class Shape:
         }
 
     def train_config(self, store: Path, run: Path, **changes: Any) -> TrainConfig:
-        """One row per process and step; no estimate, no checkpoint before the end."""
+        """One row per process and step; no estimate, no checkpoint before the end.
+
+        The paper's objective, as in the plain version: a made store has no teacher logits.
+        """
         from stage2_train.config import TrainConfig
 
         fields: dict[str, Any] = {
             "store": str(store), "run": run, "batch_rows": 1, "max_length": self.max_length, "anchors": self.anchors,
             "block_size": self.block_size, "num_layers": self.layers, "eval_every": NEVER, "save_every": NEVER,
-            **changes,
+            "loss": "ce", "weighting": "decay", **changes,
         }  # fmt: skip
         return TrainConfig(**fields)
 

@@ -1,0 +1,344 @@
+"""A run outlives its shell, restarts what died, stops when asked, and leaves a record, whoever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import supervised
+from supervised import alive, ending, events, ring_events, start, until
+
+from manifests.commit import read
+from shared.errors import Interrupted, MaskTokenInUse, NoProgress, RunBusy, WorkerFailed, WorkerHung, WorkerKilled
+from shared.stop_file import write_stop
+
+pytestmark = pytest.mark.crash
+LONG = "100000"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running(tmp_path: Path) -> Iterator[None]:
+    yield
+    pids = [int(path.read_text()) for path in tmp_path.rglob("pid-*")]
+    pids += [e["detail"]["pid"] for e in read(tmp_path / "run", "events") if e["event"] == "supervisor started"]
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TOY_CHILD", str(tmp_path / "child"))
+    return tmp_path / "run"
+
+
+def running(folder: Path, workers: int = 2, attempt: int = 1) -> list[int]:
+    """The pids of a run's workers, once all of them step."""
+    paths = [folder / f"pid-{rank}-{attempt}" for rank in range(workers)]
+    until(lambda: all(path.exists() and path.read_text() for path in paths))
+    return [int(path.read_text()) for path in paths]
+
+
+def supervisor_of(folder: Path) -> int:
+    return int(until(lambda: events(folder, "supervisor started"))[0]["detail"]["pid"])
+
+
+def test_a_quiet_run_leaves_its_events_and_ends_well(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_HANG_SCALE", "0.05")  # wins over --hang-limit-scale
+    code, out, said = supervised.run(folder, "steps", finish="toy_workers:finish")
+    assert json.loads((folder / "supervision" / "spec.json").read_text())["hang_limit_scale"] == 0.05
+    assert (code, out) == (0, "made\n  by  toys\n"), said
+    names = [event["event"] for event in events(folder)]
+    spawned, ended = ["worker spawned"] * 2, ["worker ended"] * 2
+    assert names == ["supervisor started", "attempt started", *spawned, *ended, "supervisor ended"]
+    assert [event["event"] for event in ring_events(folder)] == names
+    assert ending(folder) == ("finished", 0, "")
+    assert not (folder / "postmortem.md").exists()
+    facts = events(folder, "worker ended")[0]["detail"]
+    assert (facts["exit_code"], facts["signal"], facts["saved"], facts["asked"]) == (0, None, 10, False)
+    assert facts["peak_memory"] > 1 << 20
+
+
+def test_a_finish_that_fails_is_a_failed_run(folder: Path) -> None:
+    code, _, said = supervised.run(folder, "steps", 1, finish="toy_workers:finish_badly")
+    assert (code, ending(folder)[0]) == (MaskTokenInUse.exit_code, "failed")
+    assert said.splitlines()[-1] == "error: nothing was made"
+
+
+def test_a_killed_rank_restarts_the_group_from_its_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", "kill@7/1/1")
+    code, _, said = supervised.run(folder, "steps", restarts=3)
+    assert code == 0, said
+    assert "worker 1 of 2 ended by signal SIGKILL" in said or "rank 1 was killed" in said
+    first, second = events(folder, "attempt started")
+    assert (first["detail"]["attempt"], second["detail"]["attempt"], second["detail"]["ranks"]) == (1, 2, [0, 1])
+    ports = {os.path.basename(path) for path in folder.glob("port-*")}  # noqa: PTH119
+    assert len(ports) == 2
+    died = next(e for e in events(folder, "worker ended") if e["detail"]["signal"] == signal.SIGKILL)
+    assert (died["detail"]["rank"], died["detail"]["done"], died["detail"]["saved"]) == (1, 7, 5)
+    assert read(folder, "runs")[-1]["state"] == "finished"
+    log = (folder / "logs" / "train-1.log").read_text()
+    assert "--- attempt 1, pid" in log
+    assert "--- attempt 2, pid" in log
+
+
+def test_an_independent_worker_restarts_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", "kill@7/1/1")
+    code, _, said = supervised.run(folder, "steps", restarts=3, independent=True)
+    assert code == 0, said
+    assert [e["detail"]["ranks"] for e in events(folder, "attempt started")] == [[0], [1], [1]]
+    assert not (folder / "pid-0-2").exists()
+    assert (folder / "pid-1-2").exists()
+
+
+def test_the_same_failure_three_times_without_progress_stops(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", "raise@3/0/99")
+    code, _, said = supervised.run(folder, "steps", 1, restarts=5)
+    assert (code, ending(folder)[0]) == (NoProgress.exit_code, "failed")
+    assert len(events(folder, "attempt started")) == 3
+    assert "ValueError: bad value" in said.splitlines()[-1]
+    assert events(folder, "supervisor ended")[0]["detail"]["code"] == "progress.none"
+    assert "progress.none" in (folder / "postmortem.md").read_text()
+
+
+def test_failures_with_progress_between_them_do_not_stop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", "raise@always/0/99")
+    code, _, said = supervised.run(folder, "steps", 1, restarts=1)
+    assert code == 0, said
+    assert len(events(folder, "attempt started")) == 3
+
+
+def test_a_users_fault_is_not_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", "refuse@3/1/99")
+    code, _, said = supervised.run(folder, "steps", restarts=3)
+    assert code == MaskTokenInUse.exit_code
+    assert said.splitlines()[-1] == "error: mask token 7 occurs 3 times"
+    assert len(events(folder, "attempt started")) == 1
+    assert ending(folder) == ("failed", 25, "MaskTokenInUse: mask token 7 occurs 3 times")
+
+
+@pytest.mark.parametrize("what", ["sleep", "busy"])
+def test_a_hang_is_named_with_stacks_before_anything_is_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setenv("TOY", f"{what}@7/1/99")
+    code, _, said = supervised.run(folder, "steps", 2)
+    assert code == WorkerHung.exit_code, said
+    names = [event["event"] for event in events(folder)]
+    killed = next(
+        n for n, e in enumerate(events(folder)) if e["event"] == "worker ended" and e["detail"]["signal"] == 9
+    )
+    assert names.index("hang") < names.index("stacks saved") < killed
+    (hang,) = events(folder, "hang")
+    code_of_it = {"sleep": "hang.wait", "busy": "hang.busy"}[what]
+    assert (hang["detail"]["rank"], hang["detail"]["code"], hang["detail"]["action"]) == (1, code_of_it, "kill")
+    stacks = (folder / "supervision" / "stacks" / "attempt-1-rank-1.txt").read_text()
+    assert "toy_workers.py" in stacks
+    assert f"in {'_hang_busy' if what == 'busy' else '<lambda>'}" in stacks
+
+
+def test_a_stopped_worker_is_named_and_continued_not_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", "stop@7/0/99")
+    code, _, said = supervised.run(folder, "steps", 1)
+    assert code == 0, said
+    (hang,) = events(folder, "hang")
+    assert (hang["detail"]["code"], hang["detail"]["action"], hang["detail"]["state"]) == ("hang.stopped", "named", "T")
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "file", "supervisor"])
+def test_a_request_to_stop_saves_and_is_never_success(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setenv("TOY_STEPS", LONG)
+    with start(folder, "steps", restarts=3) as process:
+        running(folder)
+        if how == "file":
+            write_stop(folder, False, "a test")
+        elif how == "supervisor":
+            os.kill(supervisor_of(folder), signal.SIGTERM)
+        else:
+            process.send_signal(getattr(signal, how))
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == Interrupted.exit_code, said
+    state, code, message = ending(folder)
+    assert (state, code) == ("interrupted", Interrupted.exit_code)
+    assert message.startswith("stopped at step")
+    assert said.splitlines()[-1] == message
+    assert (folder / "checkpoint-0").exists()
+    (asked,) = events(folder, "stop asked")
+    by = asked["detail"]["by"]
+    named = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM", "file": "a test", "supervisor": None}[how]
+    assert by.get("via") == named
+    if how == "supervisor":
+        assert (by["signal"], by["sender_pid"]) == ("SIGTERM", os.getpid())
+
+
+def test_a_second_request_kills(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", "sleep@0/0/99")
+    with start(folder, "steps", 1, hang_limit_scale=1.0) as process:
+        running(folder, 1)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)  # a script's echo of the same Ctrl-C
+        until(lambda: events(folder, "stop asked"))
+        time.sleep(0.5)
+        assert len(events(folder, "stop asked")) == 1
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == Interrupted.exit_code, said
+    assert [e["detail"]["now"] for e in events(folder, "stop asked")] == [False, True]
+    assert ending(folder)[0] == "interrupted"
+
+
+def test_a_worker_that_does_not_hear_is_killed_after_its_grace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", "sleep@0/0/99")
+    with start(folder, "steps", 1) as process:
+        pid = running(folder, 1)[0]
+        write_stop(folder, False, "a test")
+        process.communicate(timeout=30)
+    assert process.returncode == Interrupted.exit_code
+    assert not alive(pid)
+    assert (folder / "supervision" / "stacks" / "attempt-1-rank-0.txt").exists()
+
+
+def test_the_run_outlives_its_viewer_and_its_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_STEPS", "60")
+    with start(folder, "steps") as process:
+        running(folder)
+        process.kill()
+    assert events(folder, "supervisor ended") == []
+    until(lambda: events(folder, "supervisor ended"))
+    assert ending(folder) == ("finished", 0, "")
+
+
+def test_a_pipe_of_the_shell_ends_with_the_viewer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`exec 3> >(tee log); dflash train`: whoever reads descriptor 3 must not wait for the run."""
+    monkeypatch.setenv("TOY_STEPS", "200")
+    ours, theirs = os.pipe()
+    with start(folder, "steps", 1, pass_fds=(theirs,)) as process:
+        os.close(theirs)
+        running(folder, 1)
+        process.kill()
+    assert os.read(ours, 1) == b""
+    assert events(folder, "supervisor ended") == []
+    os.close(ours)
+    write_stop(folder, False, "a test")
+    until(lambda: events(folder, "supervisor ended"))
+
+
+def test_a_closed_terminal_ends_only_the_viewer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_STEPS", "60")
+    ours, theirs = pty.openpty()
+    values = {"entry": "toy_workers:steps", "num_workers": 1}
+    shell = subprocess.Popen(
+        [sys.executable, str(supervised.HERE / "supervised.py"), str(folder), json.dumps(values)],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=lambda: __import__("fcntl").ioctl(0, 0x540E, 0),  # TIOCSCTTY: the terminal hangs up on its session
+        env={**os.environ, "PYTHONPATH": str(supervised.HERE)},
+    )  # fmt: skip
+    os.close(theirs)
+    running(folder, 1)
+    os.close(ours)
+    assert shell.wait(20) == 129
+    until(lambda: events(folder, "supervisor ended"))
+    assert ending(folder) == ("finished", 0, "")
+
+
+def test_detach_returns_at_once_and_says_where_the_run_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_STEPS", "60")
+    code, out, said = supervised.run(folder, "steps", detach=True)
+    assert code == 0, said
+    assert f"dflash stop {folder}" in out
+    assert events(folder, "supervisor ended") == []
+    until(lambda: events(folder, "supervisor ended"))
+
+
+def test_workers_of_a_killed_supervisor_save_and_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_STEPS", LONG)
+    with start(folder, "steps") as process:
+        pids = running(folder)
+        os.kill(supervisor_of(folder), signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == WorkerKilled.exit_code
+    assert "ended by signal SIGKILL" in said.splitlines()[-1]
+    until(lambda: not any(alive(pid) for pid in pids))
+    left = json.loads((folder / "workers" / "train-0.json").read_text())
+    assert (left["error"], left["code"]) == ("SupervisorGone", 75)
+    monkeypatch.setenv("TOY_STEPS", "12")
+    assert supervised.run(folder, "steps")[0] == 0
+
+
+def test_a_second_command_on_the_folder_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_STEPS", LONG)
+    with start(folder, "steps", 1) as process:
+        running(folder, 1)
+        process.kill()
+    code, _, said = supervised.run(folder, "steps", 1)
+    assert code == RunBusy.exit_code
+    assert f"in use by process {supervisor_of(folder)}" in said
+    write_stop(folder, False, "a test")
+    until(lambda: events(folder, "supervisor ended"))
+
+
+def test_what_a_dead_worker_started_is_swept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", "child@3/0/1")
+    code, _, said = supervised.run(folder, "steps", 1, restarts=1)
+    assert code == 0, said
+    assert not alive(int((folder.parent / "child").read_text()))
+
+
+def test_a_bug_of_the_supervisor_is_recorded_and_leaves_no_worker(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_STEPS", LONG)
+    broken = "import manifests.team; manifests.team.Team.running = property(lambda team: 1 / 0)"
+    (folder.parent / "sitecustomize.py").write_text(broken)
+    monkeypatch.setenv("PYTHONPATH_MORE", str(folder.parent))
+    code, _, said = supervised.run(folder, "steps", 1)
+    assert code == 1
+    assert "the supervisor failed: ZeroDivisionError" in said
+    assert "ZeroDivisionError" in (folder / "logs" / "train-supervisor.log").read_text()
+    assert events(folder, "supervisor failed") != []
+    assert ending(folder)[:2] == ("failed", 1)
+
+
+def test_it_is_small_quick_and_idle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event within a second of a death, 40 MB, and hardly any CPU with eight workers."""
+    monkeypatch.setenv("TOY_STEPS", LONG)
+    with start(folder, "until_stopped", 8, hang_limit_scale=1.0) as process:
+        until(lambda: len(list(folder.glob("alive-*"))) == 8)
+        pid = supervisor_of(folder)
+        time.sleep(1.0)
+        before, since = cpu_s(pid), time.monotonic()
+        time.sleep(4.0)
+        share = (cpu_s(pid) - before) / (time.monotonic() - since)
+        worker = int((folder / "alive-3").read_text())
+        killed = time.monotonic()
+        os.kill(worker, signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert process.returncode == WorkerKilled.exit_code
+    died = next(e for e in events(folder, "worker ended") if e["detail"]["signal"] == signal.SIGKILL)
+    (verdict,) = events(folder, "verdict")
+    assert died["detail"]["mono"] - killed < 1.0
+    assert verdict["detail"]["mono"] - killed < 5.0
+    assert rss_peak(folder) < 40 << 20
+    assert share < 0.02, share
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_peak(folder: Path) -> int:
+    """Bytes, as the supervisor itself measured at its end."""
+    return int(events(folder, "supervisor ended")[0]["detail"]["peak_memory"])
+
+
+def test_a_worker_that_never_starts_is_a_plain_failure(folder: Path) -> None:
+    code, _, said = supervised.run(folder, "no_such_module:main", 1, restarts=0)
+    assert code == WorkerFailed.exit_code
+    assert "no_such_module" in said

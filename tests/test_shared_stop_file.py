@@ -1,0 +1,61 @@
+"""A request to stop is one file: whole, with who asked, gone when the next run begins."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from manifests.stop_requests import Requests, code_of, told
+from shared.errors import PathNotWritable
+from shared.stop_file import forget_stop, read_stop, stop_path, write_stop
+
+
+def test_a_request_says_who_asked(tmp_path: Path) -> None:
+    (tmp_path / "supervision").mkdir()
+    assert read_stop(tmp_path) is None
+    written = write_stop(tmp_path, False, "dflash stop")
+    assert read_stop(tmp_path) == written
+    assert (written["uid"], written["pid"], written["host"]) == (os.getuid(), os.getpid(), socket.gethostname())
+    assert (written["now"], written["via"]) == (False, "dflash stop")
+    assert f"dflash stop by {written['user']}@{socket.gethostname()}" in told(written)
+    assert code_of(written) == "user.stop"
+    forget_stop(tmp_path)
+    forget_stop(tmp_path)
+    assert read_stop(tmp_path) is None
+
+
+def test_a_folder_that_takes_no_request_says_so(tmp_path: Path) -> None:
+    (tmp_path / "supervision").write_text("a file where the folder was")
+    with pytest.raises(PathNotWritable):
+        write_stop(tmp_path, False, "dflash stop")
+    assert read_stop(tmp_path) is None
+    forget_stop(tmp_path)
+
+
+def test_a_half_written_request_is_none(tmp_path: Path) -> None:
+    (tmp_path / "supervision").mkdir()
+    stop_path(tmp_path).write_text('{"time": 1')
+    assert read_stop(tmp_path) is None
+
+
+def test_requests_are_heard_once_each_and_the_second_means_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manifests.stop_requests.LOOK_EVERY_S", 0.0)
+    (tmp_path / "supervision").mkdir()
+    with Requests(tmp_path) as requests:
+        requests.wait(0.0)
+        assert not requests.asked
+        write_stop(tmp_path, False, "a test")
+        requests.wait(0.0)
+        requests.wait(0.0)
+        assert (len(requests.by), requests.now) == (1, False)
+        write_stop(tmp_path, False, "a test")
+        requests.wait(0.0)
+        assert (len(requests.by), requests.now) == (2, True)
+    with Requests(tmp_path) as requests:
+        os.kill(os.getpid(), 15)
+        requests.wait(1.0)
+        assert requests.by[0]["sender_pid"] == os.getpid()
+        assert code_of(requests.by[0]) == "sig.term.external"

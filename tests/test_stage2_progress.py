@@ -1,0 +1,113 @@
+"""What training says of itself while it runs: every phase, and in each something that moves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from told import keep_beats, phases_of
+from toy_run import config_of, run_here
+from toy_store import counting_texts, make_store
+
+from shared.errors import Interrupted
+from shared.tensors import write_state
+from stage2_train import launch_train
+from stage2_train import train as train_module
+from stage2_train.checkpoint_folder import folder_of, newest_complete, read_info
+from stage2_train.data import Prefetcher
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("stores") / "toy.zarr", counting_texts(32), blocks=2)
+
+
+def test_a_run_goes_through_its_phases(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats = keep_beats(monkeypatch)
+    run_here(config_of(store, tmp_path / "run"))
+    assert phases_of(beats) == [
+        *("load", "eval", "step", "eval", "checkpoint", "step", "eval", "checkpoint", "step", "eval", "checkpoint"),
+        *("drain", "done"),
+    ]
+    steps = [beat.done for beat in beats if beat.phase == "step" and beat.inner is None]
+    assert steps[0] == 0
+    assert sorted(set(steps)) == [float(step) for step in range(10)]
+    assert beats[-1].done == beats[-1].total == 10
+    assert beats[-1].numbers["loss"] > 0
+
+
+def test_what_is_saved_is_reported_after_its_record(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = keep_beats(monkeypatch)
+    run_here(config_of(store, tmp_path / "run"))
+    saved = [beat.saved for beat in beats]
+    assert [saved[0], *dict.fromkeys(saved)] == [None, None, 4, 8, 10]
+    first = next(beat for beat in beats if beat.saved == 4)
+    assert (first.phase, first.done) == ("checkpoint", 4)
+
+
+def test_an_estimate_counts_its_documents_and_a_checkpoint_its_bytes(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = keep_beats(monkeypatch)
+    parts = run_here(config_of(store, tmp_path / "run", batch_rows=1))
+    first = [beat.inner for beat in beats if beat.phase == "eval" and beat.done == 0]
+    assert first[0] is None
+    counted = [int(inner) for inner in first if inner is not None]
+    assert counted == sorted(set(counted))
+    assert len(counted) > 1
+    assert counted[-1] == len(parts.heldout.documents)
+    sizes = read_info(folder_of(tmp_path / "run", 4))["files"]
+    written = [beat.inner for beat in beats if beat.phase == "checkpoint" and beat.done == 4]
+    assert sizes["drafter.safetensors"] in written
+
+
+def test_a_resumed_run_counts_the_bytes_it_loads(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(store, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "stop_requested", lambda: (tmp_path / "run" / "checkpoints").exists())
+        with pytest.raises(Interrupted):
+            run_here(config)
+    beats = keep_beats(monkeypatch)
+    run = launch_train.check(config)
+    launch_train.open_run(config.run_dir(), run, config)
+    newest, _ = newest_complete(config.run_dir())
+    assert newest is not None
+    train_module.main(config.run_dir(), 0, 1)
+    assert phases_of(beats)[:3] == ["rendezvous", "load", "step"]
+    head = (store / "target" / "head.safetensors").stat().st_size
+    saved = sum(read_info(newest)["files"].values())
+    loads = [(beat.done, beat.total) for beat in beats if beat.phase == "load" and beat.total]
+    assert list(dict.fromkeys(loads)) == [(0, head + saved), (head, head + saved), (head + saved, head + saved)]
+    assert next(beat.saved for beat in beats if beat.saved is not None) == read_info(newest)["global_step"]
+    assert beats[-1].saved == 10
+
+
+def test_a_loop_that_waits_for_data_says_what_was_read() -> None:
+    waits = 0
+
+    def waiting() -> None:
+        nonlocal waits
+        waits += 1
+
+    def slow() -> object:
+        time.sleep(0.35)
+        return 1
+
+    reading: Prefetcher[object] = Prefetcher((slow() for _ in range(2)), 1, waiting)
+    assert next(reading) == 1
+    reading.close()
+    assert 2 <= waits <= 5
+
+
+def test_a_large_state_is_told_piece_by_piece(tmp_path: Path) -> None:
+    told: list[int] = []
+    state = {str(i): torch.zeros(10 << 20, dtype=torch.float32) for i in range(5)}
+    write_state(tmp_path / "state.pt", state, told.append)
+    assert told == sorted(told)
+    assert len(told) >= 2
+    assert (tmp_path / "state.pt").stat().st_size > told[-1] >= 2 * (64 << 20)
+    assert torch.load(tmp_path / "state.pt", weights_only=True).keys() == state.keys()
