@@ -6,14 +6,13 @@ cli_runs.py. Nothing is started here.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from manifests.commit import read
 from manifests.evidence import JUDGED
-from manifests.runs import without_refused
+from manifests.runs import owner_of, without_refused
 from manifests.status import LIVING, status_of
 from shared.errors import ConfigRefused, DataMissing, RunBusy
 from shared.json_file import read_if_whole
@@ -65,9 +64,7 @@ def _require_at_rest(run_dir: Path) -> None:
     orphaned = status.run is not None and status.run.verdict is not None
     if status.command not in JUDGED or status.state not in LIVING or orphaned:
         return
-    owner = ""
-    with suppress(OSError):
-        owner = (run_dir / ".owner").read_text(encoding="utf-8", errors="replace").strip()
+    owner = owner_of(run_dir)
     raise RunBusy(
         f"{run_dir} is {status.state}{f' ({owner})' if owner else ''}: there is nothing to resume; "
         f"`dflash logs {run_dir} -f` follows it"

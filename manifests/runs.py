@@ -135,6 +135,14 @@ def require_kind(folder: Path, command: str) -> None:
             )
 
 
+def owner_of(folder: Path) -> str:
+    """Who holds the folder, or held it last: "process 4711 on host"; empty when nobody signed."""
+    try:
+        return (folder / ".owner").read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    except OSError:
+        return ""
+
+
 def is_owned(folder: Path) -> bool:
     """Whether a living process on this host holds the folder."""
     path = folder / ".owner"

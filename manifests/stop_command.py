@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.evidence import JUDGED, collect
-from manifests.runs import is_owned
+from manifests.runs import is_owned, owner_of
 from manifests.status import LIVING, FolderStatus, status_of
 from shared.atomic import disk_faults
 from shared.errors import DiskFull, PathNotWritable, RunNotRunning
@@ -45,7 +45,7 @@ def ask(run_dir: Path, *, now: bool) -> dict[str, Any]:
 
 def _require_running(run_dir: Path, status: FolderStatus) -> None:
     if status.command not in JUDGED and status.state in LIVING:
-        owner = (run_dir / ".owner").read_text(encoding="utf-8", errors="replace").strip() or "an unknown process"
+        owner = owner_of(run_dir) or "an unknown process"
         raise RunNotRunning(
             f"{run_dir}: `dflash {status.command}` is at work there ({owner}) and takes no requests: Ctrl-C where it "
             "runs, or `kill -TERM` its process"

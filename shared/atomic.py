@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import DflashError, DiskFull, PathNotWritable, RunBusy
+from shared.kernel import is_same, own_start_ticks
 
 PARTIAL = ".partial"
 _FSYNCS = 8
@@ -250,7 +251,8 @@ def adopt_locks(descriptors: Iterable[int]) -> None:
 
 def _sign(descriptor: int) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    text = f"process {os.getpid()} on {socket.gethostname()}\nstarted at tick {own_start_ticks()}\n"
+    os.pwrite(descriptor, text.encode(), 0)
 
 
 @contextmanager
@@ -284,8 +286,9 @@ def _lock(descriptor: int, folder: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
-        if not _is_dead(owner):
+            signed = os.pread(descriptor, 400, 0).decode(errors="replace").strip()
+        owner = signed.partition("\n")[0] or "unknown"
+        if not _is_dead(signed):
             raise RunBusy(f"{folder} is in use by {owner}; wait for it, stop it, or choose another folder")
         if time.monotonic() > deadline:
             raise RunBusy(
@@ -295,15 +298,9 @@ def _lock(descriptor: int, folder: Path) -> None:
         time.sleep(0.05)
 
 
-def _is_dead(owner: str) -> bool:
-    """Whether the process named in `.owner` was one of this host and has ended."""
-    found = re.fullmatch(r"process (\d+) on (.*)", owner)
+def _is_dead(signed: str) -> bool:
+    """Whether the process named in `.owner` was one of this host and has ended; another one may have its number now."""
+    found = re.fullmatch(r"process (\d+) on (.*)\nstarted at tick (\d+)", signed)
     if found is None or found[2] != socket.gethostname():
         return False
-    try:
-        os.kill(int(found[1]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+    return not is_same(int(found[1]), int(found[3]))

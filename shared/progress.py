@@ -124,7 +124,7 @@ class Display:
             self._live.update(
                 self._bar,
                 completed=shot.done,
-                total=shot.total,
+                total=None if shot.total is None else int(shot.total),
                 phase=shot.phase,
                 unit=shot.unit,
                 rate=f"{shot.rate:,.4g} {shot.unit}/s" if shot.rate > 0 else "",

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
 
 from shared.atomic import disk_faults
+
+if TYPE_CHECKING:
+    from tensorboardX.proto.event_pb2 import Event
 
 FOLDER = "tensorboard"
 
@@ -28,6 +29,10 @@ class EventFile:
 
         Raises DiskFull or PathNotWritable.
         """
+        # Not at the top: tensorboardX sets a variable of the environment when it is imported.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
         folder, name = run_dir / FOLDER, f".{time.time_ns()}.{run_id}"
         with disk_faults(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -37,6 +42,9 @@ class EventFile:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add numbers of one step, by tag ("train/loss"). Raises DiskFull or PathNotWritable."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
         with np.errstate(over="ignore"):  # beyond float32 it becomes an infinity, as in every writer
             pairs = [Summary.Value(tag=tag, simple_value=float(np.float32(value))) for tag, value in values.items()]
         self._append(Event(step=step, summary=Summary(value=pairs)))

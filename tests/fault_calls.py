@@ -135,7 +135,8 @@ class Calls:
             os.killpg(0, signal.SIGKILL)
         if self.kill.whom == "command":
             os.kill(os.getppid(), signal.SIGKILL)
-            while not self.log.with_name("wake").exists():
+            # Also when the test has failed and its folder is gone: nobody would wake it.
+            while self.log.parent.exists() and not self.log.with_name("wake").exists():
                 time.sleep(0.01)
         else:
             os.kill(os.getpid(), signal.SIGKILL)

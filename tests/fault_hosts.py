@@ -92,10 +92,11 @@ class Host:
 
 
 @contextmanager
-def small_disk(at: Path, size: int) -> Iterator[Path]:
-    """A file system of its own at `at`: a tmpfs of `size` bytes."""
+def small_disk(at: Path, size: int, inodes: int = 0) -> Iterator[Path]:
+    """A file system of its own at `at`: a tmpfs of `size` bytes, and of so many files (0: many)."""
     at.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(at)], check=True)
+    options = f"size={size}" + (f",nr_inodes={inodes}" if inodes else "")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(at)], check=True)
     try:
         yield at
     finally:

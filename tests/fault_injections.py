@@ -194,6 +194,14 @@ def write_a_lot(victim: Victim) -> None:
         path.write_bytes(b"x" * (8 << 20))
 
 
+def write_many_files(victim: Victim) -> None:
+    """Empty ones, until there is no inode left."""
+    for number in range(100):
+        path = victim.run_dir / "toy" / "data" / f"file-{victim.rank}-{number}"
+        with disk_faults(path):
+            path.touch()
+
+
 def write_past_its_limit(victim: Victim) -> None:
     """RLIMIT_FSIZE: EFBIG."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))

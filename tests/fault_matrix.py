@@ -8,6 +8,7 @@ prints what is then said. The scenarios are in fault_scenarios.py, how one is pl
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import shutil
@@ -18,7 +19,10 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -36,26 +40,22 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     os.environ.pop(SCALE_VARIABLE, None)  # each scenario has its own
     chosen = [s for s in SCENARIOS if not options.only or any(part in s.name for part in options.only)]
-    cases = list(_cases(chosen, options.phases, options.quick))
+    seeds = range(options.seed, options.seed + options.seeds)
+    jobs = [Job(*case, seed) for case in _cases(chosen, options.phases, options.quick) for seed in seeds]
     begun = time.monotonic()
-    results: list[Result] = []
-    mutated: list[Mutated] = []
-    jobs = [
-        (name, phase, seed, options)
-        for name, phase in cases
-        for seed in range(options.seed, options.seed + options.seeds)
-    ]
+    played = _kept(options.results)
+    todo = [job for job in jobs if job not in played]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        for result, changed in pool.map(_play, jobs):
-            results.append(result)
-            mutated += changed
+        for job, (result, changed) in zip(todo, pool.map(partial(_play, options=options), todo), strict=True):
+            played[job] = result, changed
+            _keep(options.results, result, changed)
             if result.wrong:
-                tell(
-                    f"WRONG  {result.scenario} / {result.phase} / seed {result.seed}: {'; '.join(result.wrong)}",
-                )
-            if len(results) % options.seeds == 0 and options.verbose:
-                tell(row(results[-options.seeds :]))
+                tell(f"WRONG  {job.scenario} / {job.phase} / seed {job.seed}: {'; '.join(result.wrong)}")
+            if options.verbose and job.seed == seeds[-1]:
+                tell(row([played[one][0] for one in jobs if one[:2] == job[:2]]))
+    results = [played[job][0] for job in jobs]
+    mutated = [change for job in jobs for change in played[job][1]]
     tell(sheet(results))
     for scenario in chosen:
         if reason := why_not(scenario.needs):
@@ -63,8 +63,36 @@ def main(arguments: Sequence[str]) -> int:
     if options.mutations:
         tell(table(mutated))
     wrong = sum(not result.right for result in results) + sum(not change.allowed for change in mutated)
-    tell(f"{len(results)} runs in {time.monotonic() - begun:,.0f} s, {wrong} wrong")
+    tell(f"{len(results)} runs, {len(todo)} of them in {time.monotonic() - begun:,.0f} s now; {wrong} wrong")
     return 1 if wrong else 0
+
+
+class Job(NamedTuple):
+    """One run to play."""
+
+    scenario: str
+    phase: str
+    seed: int
+
+
+def _kept(path: Path | None) -> dict[Job, tuple[Result, list[Mutated]]]:
+    """What an earlier command played and wrote down."""
+    if path is None or not path.exists():
+        return {}
+    found = {}
+    for line in path.read_text().splitlines():
+        values = json.loads(line)
+        tuples = {name: tuple(values["result"][name]) for name in ("ranks", "wrong")}
+        result = Result(**{**values["result"], **tuples})
+        changed = [Mutated(**change) for change in values["mutated"]]
+        found[Job(result.scenario, result.phase, result.seed)] = result, changed
+    return found
+
+
+def _keep(path: Path | None, result: Result, changed: Sequence[Mutated]) -> None:
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps({"result": asdict(result), "mutated": [asdict(change) for change in changed]}) + "\n")
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -77,6 +105,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=3, help="how many runs at a time")
     parser.add_argument("--mutations", action="store_true", help="take evidence away too")
     parser.add_argument("--keep", type=Path, help="keep the run folders of wrong answers here")
+    parser.add_argument("--results", type=Path, help="write each result here too; a command that was killed goes on")
     parser.add_argument("--verbose", action="store_true", help="print each row when it is there")
     return parser.parse_args(arguments)
 
@@ -93,14 +122,14 @@ def _cases(chosen: Sequence[Scenario], phases: Sequence[str] | None, quick: bool
 def quick_phase(scenario: Scenario) -> str:
     """The one phase that `make test` plays: not always the same one, but always where a hang is found soon."""
     soon = [phase for phase in scenario.phases if phase != "compile" or not scenario.name.startswith(_HANGS)]
-    return soon[sum(map(ord, scenario.name)) % len(soon)] if len(soon) != 4 else soon[2]
+    return soon[sum(map(ord, scenario.name)) % len(soon)]
 
 
 _HANGS = ("GIL", "wait", "busy", "SIGSTOP")
 
 
-def _play(job: tuple[str, str, int, argparse.Namespace]) -> tuple[Result, list[Mutated]]:
-    name, phase, seed, options = job
+def _play(job: Job, options: argparse.Namespace) -> tuple[Result, list[Mutated]]:
+    name, phase, seed = job
     scenario = BY_NAME[name]
     folder = Path(tempfile.mkdtemp(prefix="dflash-fault-"))
     changed: list[Mutated] = []

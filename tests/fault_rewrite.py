@@ -10,7 +10,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +76,35 @@ def clock_moved(seconds: float, since: float) -> Change:
 
 def take_pid(pid: int) -> int | None:
     """Start a process that gets this pid, which is free again; its own pid, None when somebody was faster."""
+    last = Path("/proc/sys/kernel/ns_last_pid")
     for _ in range(50):
-        with suppress(OSError):
-            Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        before = last.read_text()
+        try:
+            last.write_text(str(pid - 1))
             child = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
-            if child == pid:
-                return child
-            os.kill(child, 9)
-            os.waitpid(child, 0)
+        finally:
+            last.write_text(before)  # all else goes on with new numbers: tests may hold an old one
+        if child == pid:
+            return child
+        os.kill(child, 9)
+        os.waitpid(child, 0)
         time.sleep(0.01)
     return None
 
 
-SOURCES = ("endings", "fault files", "logs", "samples", "events ring", "ledger of events", "beats", "spec")
+SOURCES = (
+    "endings",
+    "fault files",
+    "logs",
+    "samples",
+    "events ring",
+    "ledger of events",
+    "beats",
+    "spec",
+    "run's ending",
+    "all events",
+    "all events and endings",
+)
 
 
 def without(run_dir: Path, copy: Path, source: str) -> Path:
@@ -104,9 +119,13 @@ def without(run_dir: Path, copy: Path, source: str) -> Path:
         "ledger of events": [*copy.glob("manifest/events.*")],
         "beats": [*copy.glob("progress/*")],
         "spec": [copy / "supervision" / "spec.json"],
+        "run's ending": [],
         "all events": [events_path(copy), *copy.glob("manifest/events.*")],
         "all events and endings": [events_path(copy), *copy.glob("manifest/events.*"), *copy.glob("workers/*")],
     }[source]
     for path in victims:
         path.unlink(missing_ok=True)
+    if source == "run's ending":
+        for path in copy.glob("manifest/runs.*"):
+            path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     return copy

@@ -187,7 +187,8 @@ class Live:
 
     def end_everything(self) -> None:
         """Leave nothing behind, whatever came of the scenario."""
-        for pid in {self.pid, *self.processes()}:
+        # Never a pid alone: that of a supervisor that has ended may be somebody else's by now, and 0 is all of us.
+        for pid in {*self.processes(), *([self.pid] if self.running else [])}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 5

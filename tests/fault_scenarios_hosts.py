@@ -22,6 +22,9 @@ DISKS = [
         expect=FULL,
     ),
     Scenario(
+        name="no inodes left", fault="write_many_files", setup=stage.disk_of_few_files, needs="mount", expect=FULL
+    ),
+    Scenario(
         name="disk full, then room",
         fault="write_a_lot",
         act=acts.room_again,

@@ -166,6 +166,7 @@ def _become_command(
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _redirect(output, output)
         global _calls
+        Path(f"{log}.met").unlink(missing_ok=True)  # each run has its own kill
         _calls = Calls(folder, log, Kill(**kill) if kill else None, contents=contents)
         _calls.install()
         sys.argv = ["dflash", *arguments]

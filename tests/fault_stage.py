@@ -28,6 +28,13 @@ def small_data_disk(live: Live) -> Iterator[None]:
 
 
 @contextmanager
+def disk_of_few_files(live: Live) -> Iterator[None]:
+    """Room for bytes, not for files."""
+    with small_disk(live.run_dir / "toy" / "data", 64 * MIB, inodes=20):
+        yield
+
+
+@contextmanager
 def full_data_disk(live: Live) -> Iterator[None]:
     """As above, with room enough once a file is deleted. Room is looked for where the run folder is."""
     with small_disk(live.run_dir, 160 * MIB):

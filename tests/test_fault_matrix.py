@@ -13,7 +13,8 @@ import pytest
 from fault_hosts import why_not
 from fault_marks import marks, play
 from fault_matrix import quick_phase, sheet
-from fault_mutations import ALL_SOURCES, mutate
+from fault_mutations import mutate
+from fault_rewrite import SOURCES
 from fault_run import Scenario, staged
 from fault_scenarios import BY_NAME, SCENARIOS
 
@@ -49,7 +50,7 @@ def test_evidence_that_is_gone_makes_an_answer_less_exact(tmp_path: Path, monkey
     with staged(BY_NAME["everything killed"], "step", 2, tmp_path / "run") as live:
         assert marks(live, "step", 2).right
         less = {change.source: change for change in mutate(live, "step", 2)}
-    assert set(less) == set(ALL_SOURCES)
+    assert set(less) == set(SOURCES)
     assert less["samples"].degraded
     assert less["all events"].degraded
     assert all(change.allowed for change in less.values())

@@ -29,7 +29,7 @@ from manifests.demo import bundled
 from manifests.evidence import collect
 from manifests.verdict import Verdict, verdict
 from shared.beat import BeatState, read_beat
-from shared.kernel import session_members
+from shared.kernel import process, session_members
 from shared.phases import SCALE_VARIABLE
 from shared.reporter import progress_path
 from stage2_train.checkpoint_folder import folder_of
@@ -110,8 +110,13 @@ class Running:
         return code
 
     def left(self) -> list[int]:
-        pids = [*(event["pid"] for event in self.events("worker spawned")), self.supervisor]
-        return [pid for session in pids for pid, _ in session_members(session)]
+        started = [*self.events("worker spawned"), *self.events("supervisor started")]
+        ours = [
+            event["pid"]
+            for event in started
+            if (leader := process(event["pid"])) is None or leader.start_ticks == event["start_ticks"]
+        ]
+        return [pid for session in ours for pid, _ in session_members(session)]
 
     def story(self) -> str:
         said = [f"{event['event']}: {event['message']}" for event in collect(self.folder).events]
@@ -120,7 +125,7 @@ class Running:
 
     def end_everything(self) -> None:
         with suppress(Exception):
-            kill([*self.left(), self.process.pid])
+            kill(self.left())
         self.process.kill()
         self.process.wait()
         assert self.process.stderr is not None

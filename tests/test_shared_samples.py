@@ -34,7 +34,8 @@ def test_a_sample_of_real_processes(tmp_path: Path) -> None:
     assert abs(sample["mono"] - time.monotonic()) < 5
     assert sample["ranks"]["0"][0] == os.getpid()
     assert sample["ranks"]["0"][2] > 1 << 20
-    assert sample["ranks"]["3"][:2] == [child.pid, "S"]
+    assert sample["ranks"]["3"][0] == child.pid
+    assert sample["ranks"]["3"][1] in set("SRD"), "asleep, or still on its way there"
     assert sample["ranks"]["7"] == [2**22 + 1, "", 0, 0]
     assert sample["disk_free"] > 0
     assert 0 <= sample["shm_free"] <= sample["shm_total"]
