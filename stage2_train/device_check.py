@@ -195,6 +195,7 @@ def _train(device: torch.device, steps: int) -> dict[str, Any]:
     config = TrainConfig(
         store="none", device="cuda" if device.type == "cuda" else "cpu", steps=steps, batch_rows=2, max_length=256,
         anchors=16, block_size=SLOTS, learning_rate=2e-3, warmup_ratio=0.0, schedule="wsd",
+        loss="ce", weighting="decay",
     )  # fmt: skip
     ranks = Ranks(0, 1, device)
     engine = make_engine(config, GEOMETRY, _tables(), device)
