@@ -78,6 +78,7 @@ def commands(config: DemoConfig) -> list[tuple[str, list[str]]]:
             "train", "--store", str(store), "--run", str(run), "--steps", str(config.steps), "--num-layers", "3",
             "--batch-rows", "8", "--max-length", "320", "--anchors", "24", "--optimizer", "muon",
             "--learning-rate", "1e-2", "--eval-every", "50", "--save-every", "50",
+            "--loss", "ce", "--weighting", "decay",  # what the figures below were measured with
         ]),
         ("before training: the same drafter at its first weights, decoding for real", [
             "eval", "--run", str(run), "--untrained", "--timed-prompts", "0", *evaluation, few,

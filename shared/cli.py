@@ -81,6 +81,15 @@ def main() -> None:
     _open_standard_streams()
     install_stop()
     try:
+        _run()
+    except StopRequest as error:  # a second one, in the moment before the first had been answered
+        ignore_stop()
+        _fail(Interrupted(f"stopped on request ({error}); run the same command again to go on"))
+    sys.exit(0)
+
+
+def _run() -> None:
+    try:
         cli.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
@@ -95,7 +104,6 @@ def main() -> None:
         if fault is None:
             raise
         _fail(fault)
-    sys.exit(0)
 
 
 def _open_standard_streams() -> None:

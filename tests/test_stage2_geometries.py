@@ -86,7 +86,7 @@ def config_of(root: Path, run: Path, **changes: Any) -> TrainConfig:
     values: dict[str, Any] = {
         "max_length": 48, "anchors": 24, "batch_rows": 6, "block_size": BLOCK, "device": "cpu", "steps": 40,
         "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "learning_rate": 5e-3, "log_every": 10, "eval_every": 40,
-        "save_every": 20, **changes,
+        "save_every": 20, "loss": "ce", "weighting": "decay", **changes,
     }  # fmt: skip
     return TrainConfig(store=str(root / "x.zarr"), run=run, **values)
 

@@ -76,7 +76,7 @@ def test_a_store_without_top_logits_is_refused(tmp_path: Path, changes: dict[str
 
 
 @pytest.mark.parametrize(
-    "changes", [{"loss": "kl"}, {"weighting": "dpace"}, {"labels": "teacher"}, {"alpha": 0.7}], ids=str
+    "changes", [{"loss": "ce"}, {"weighting": "decay"}, {"labels": "teacher"}, {"alpha": 0.7}], ids=str
 )
 def test_a_run_keeps_its_objective(store: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     run_here(config_of(store, tmp_path / "run", steps=1))
