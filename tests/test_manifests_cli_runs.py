@@ -331,6 +331,7 @@ def test_stopped_killed_and_resumed_equals_undisturbed_to_the_bit(tmp_path: Path
     assert all(weights[name].equal(expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.crash
 def test_an_extraction_that_was_killed_whole_is_resumed(tmp_path: Path) -> None:
     save_target(tmp_path / "target", "qwen3")

@@ -98,6 +98,7 @@ def test_a_stopped_process_is_named_within_ten_seconds_at_the_usual_limits(tmp_p
         live.end_everything()
 
 
+@pytest.mark.slow
 def test_watching_is_small_and_cheap(tmp_path: Path) -> None:
     """40 MB, and a thousandth of a step of a quarter second: the report of a step and the supervisor's own time."""
     calls = cost_of_calls(tmp_path)
