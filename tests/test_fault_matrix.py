@@ -1,7 +1,7 @@
 """The fault matrix, one id per fault and phase: the right name, on the right rank, in time, with nothing left behind.
 
-`make test` plays every third of the quick ones in one phase; `pytest -m "crash or slow" tests/test_fault_matrix.py` all, in
-all phases; `python tests/fault_matrix.py --seeds 20` prints the score sheet.
+`make test` plays every third of the quick ones in one phase; `pytest -m "crash or slow" tests/test_fault_matrix.py`
+all, in all phases; `python tests/fault_matrix.py --seeds 20` prints the score sheet.
 """
 
 from __future__ import annotations
