@@ -34,11 +34,22 @@ def adamw(parameters: Iterable[nn.Parameter], peak: float, weight_decay: float) 
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=listed[0].is_cuda)
 
 
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """What Muon's iterations compute in and ranks send: bfloat16 on CUDA, float32 elsewhere.
+
+    A CPU without bfloat16 units (no amx_bf16, no avx512_bf16) takes 6 s for a step that takes 0.5 s in float32.
+    """
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def orthogonalised(update: Tensor) -> Tensor:
-    """The matrix near U V^T for an update U S V^T, in bfloat16: five Newton-Schulz iterations on the short side."""
+    """The matrix near U V^T for an update U S V^T, in `iteration_dtype`: five Newton-Schulz iterations.
+
+    They are done on the short side.
+    """
     a, b, c = NEWTON_SCHULZ
     tall = update.shape[0] > update.shape[1]
-    x = update.bfloat16()
+    x = update.to(iteration_dtype(update.device))
     x = x.T if tall else x
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):
@@ -65,7 +76,7 @@ class Muon(torch.optim.Optimizer):
     The update is scaled to the root mean square of an AdamW update (0.2 sqrt(max side), Liu et al., arXiv 2502.16982),
     so that one learning rate serves both; it likes a rate several times AdamW's. Numbers are torch.optim.Muon's with
     adjust_lr_fn="match_rms_adamw". Ranks work in turns of one matrix each, sorted by cost, so that a turn's ranks are
-    busy alike; only the update travels, in bfloat16.
+    busy alike; only the update travels, in `iteration_dtype`.
     """
 
     def __init__(self, matrices: Sequence[_Matrix], ranks: Ranks, sharded: bool, weight_decay: float) -> None:
@@ -103,7 +114,8 @@ class Muon(torch.optim.Optimizer):
             if owner == self.ranks.rank:
                 updates.append(orthogonalised(self._nesterov(matrix.parameter, momentum)).contiguous())
             else:
-                updates.append(torch.empty(matrix.shape, dtype=torch.bfloat16, device=momentum.device))
+                dtype = iteration_dtype(momentum.device)
+                updates.append(torch.empty(matrix.shape, dtype=dtype, device=momentum.device))
         if self.ranks.world_size > 1:
             for owner, update in enumerate(updates):
                 dist.broadcast(update, src=owner)
@@ -128,9 +140,10 @@ class Muon(torch.optim.Optimizer):
         return [rows[: matrix.parameter.shape[0]] for matrix, rows in zip(turn, held, strict=True)]
 
     def _padded(self, matrix: _Matrix) -> Tensor:
-        """This rank's rows of the update in bfloat16, with rows of zeros up to what every rank sends."""
+        """This rank's rows of the update in `iteration_dtype`, with rows of zeros up to what every rank sends."""
         own = self._nesterov(matrix.parameter, self._momentum(matrix.parameter))
-        rows = own.new_zeros(-(-matrix.shape[0] // self.ranks.world_size), matrix.shape[1], dtype=torch.bfloat16)
+        height = -(-matrix.shape[0] // self.ranks.world_size)
+        rows = own.new_zeros(height, matrix.shape[1], dtype=iteration_dtype(own.device))
         rows[: own.shape[0]] = own
         return rows
 

@@ -70,8 +70,8 @@ def close(one: Any, two: Any, tolerance: float) -> None:
         assert one == two
 
 
-# One rank's rounding of bf16 iterations, and what two more products of a share may add to it.
-TOLERANCE = {"adamw": 1e-4, "muon": 2e-2}
+# What two more products of a share may add to the rounding of one process; the iterations enlarge it.
+TOLERANCE = {"adamw": 1e-4, "muon": 1e-3}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -92,7 +92,8 @@ def test_ranks_update_and_save_what_one_process_does(tmp_path: Path, name: str, 
     close(again[1], state, TOLERANCE[name])
 
 
-def test_one_ranks_muon_is_torchs_to_the_bit() -> None:
+def test_one_ranks_muon_is_torchs_to_the_bit_in_torchs_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stage2_train.optimizers.iteration_dtype", lambda device: torch.bfloat16)
     drafter, gradient, optimizer = made("muon", ALONE, "ddp")
     other = Drafter(CONFIG).initialise(0)
     matrices = [p for p in other.parameters() if p.ndim == 2]
