@@ -1,7 +1,7 @@
 """All that `dflash doctor` says about a machine without torch, and the short form for the start of a run.
 
 `machine_findings` gathers at the edge and judges by the pure functions of the other doctor_*.py. `warnings` is what a
-launch repeats in a line each. Called by manifests/doctor.py. Next: manifests/doctor_memory.py.
+launch repeats in a line each. Called by manifests/doctor.py and supervisor.py. Next: manifests/doctor_memory.py.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from manifests.doctor_machine import warnings
 from manifests.event_log import EventLog, print_line
 from manifests.finish import run_finish
 from manifests.judgement import Outcome
@@ -40,6 +41,8 @@ def main(run_dir: Path) -> int:
         kernel = Kernel()
         log = EventLog(run_dir, spec.run_id, kernel.boot_id())
         log.write("supervisor started", **_who(spec, kernel))
+        for sentence in warnings(kernel, run_dir):
+            log.write("weak promise", f"not sure on this machine: {sentence}")
         outcome = Supervision(spec, log, requests).run()
         if outcome.state == "finished" and spec.finish:
             outcome = run_finish(spec, requests)

@@ -32,7 +32,16 @@ _DRAW_EVERY_S = 0.25
 _STARTED_WITHIN_S = 10.0
 _ECHO_S = 2.0
 # What a person who looks on wants to read while the run goes on; the last line says how it ended.
-_SHOWN = ("hang", "stop asked", "paused", "continued", "restart", "log degraded", "supervisor failed")
+_SHOWN = (
+    "weak promise",
+    "hang",
+    "stop asked",
+    "paused",
+    "continued",
+    "restart",
+    "log degraded",
+    "supervisor failed",
+)
 
 
 class ViewerSignals:

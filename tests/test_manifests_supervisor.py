@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import supervised
+from doctor_host import PLAIN, make_host
 from supervised import HASTY, alive, ending, events, ring_events, start, until
 
 from manifests.commit import read
 from shared.errors import Interrupted, MaskTokenInUse, NoProgress, RunBusy, WorkerFailed, WorkerHung, WorkerKilled
+from shared.kernel import ROOT_VARIABLE
 from shared.stop_file import write_stop
 
 pytestmark = pytest.mark.crash
@@ -54,15 +56,30 @@ def test_a_quiet_run_leaves_its_events_and_ends_well(folder: Path, monkeypatch: 
     code, out, said = supervised.run(folder, "steps", finish="toy_workers:finish")
     assert json.loads((folder / "supervision" / "spec.json").read_text())["hang_limit_scale"] == 0.2
     assert (code, out) == (0, "made\n  by  toys\n"), said
-    names = [event["event"] for event in events(folder)]
+    names = [event["event"] for event in events(folder) if event["event"] != "weak promise"]  # by the machine
     spawned, ended = ["worker spawned"] * 2, ["worker ended"] * 2
     assert names == ["supervisor started", "attempt started", *spawned, *ended, "supervisor ended"]
-    assert [event["event"] for event in ring_events(folder)] == names
+    assert ring_events(folder)[-1]["event"] == "supervisor ended"
+    assert [event["event"] for event in ring_events(folder)] == [event["event"] for event in events(folder)]
     assert ending(folder) == ("finished", 0, "")
     assert not (folder / "postmortem.md").exists()
     facts = events(folder, "worker ended")[0]["detail"]
     assert (facts["exit_code"], facts["signal"], facts["saved"], facts["asked"]) == (0, None, 10, False)
     assert facts["peak_memory"] > 1 << 20
+
+
+def test_what_this_machine_cannot_promise_is_said_at_the_start(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = PLAIN["proc/self/mountinfo"]
+    assert mounts is not None
+    host = make_host(tmp_path / "host", {"proc/self/mountinfo": mounts.replace("ext4", "overlay")})
+    monkeypatch.setenv(ROOT_VARIABLE, str(host.root))
+    code, _, said = supervised.run(folder, "steps")
+    assert code == 0, said
+    (weak,) = (event["message"] for event in events(folder, "weak promise"))
+    assert "goes with the container" in weak
+    assert weak in " ".join(said.split())
 
 
 def test_a_finish_that_fails_is_a_failed_run(folder: Path) -> None:

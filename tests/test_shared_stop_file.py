@@ -57,8 +57,8 @@ def test_requests_are_heard_once_each_and_the_second_means_now(tmp_path: Path, m
         requests.wait(0.0)
         assert (len(requests.by), requests.now) == (2, True)
     with Requests(tmp_path) as requests:
-        # To this thread: the kernel gives a process's signal to any thread that lets it in, such as one of pytest's, and
-        # the handler that then answers does not learn the sender.
+        # To this thread: the kernel gives a process's signal to any thread that lets it in, such as one of pytest's,
+        # and the handler that then answers does not learn the sender.
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         requests.wait(1.0)
         assert requests.by[0]["sender_pid"] == os.getpid()
