@@ -33,7 +33,7 @@ def test_the_checksum_is_of_the_bytes_before_it() -> None:
     assert json.loads(line)["n"] == 2
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(st.dictionaries(st.text(min_size=1), VALUES, min_size=1, max_size=4), max_size=5))
 def test_whatever_json_holds_comes_back(values: list[dict[str, object]]) -> None:
     values = [{key: value for key, value in each.items() if key != "crc"} | {"time": 1.0} for each in values]
@@ -66,7 +66,7 @@ def test_every_flipped_bit_costs_its_record_and_is_named() -> None:
             assert damaged[0][0] == hit + 1
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_no_damage_makes_a_record_that_nobody_wrote(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(DATA)))

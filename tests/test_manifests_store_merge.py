@@ -407,7 +407,7 @@ def crash_inputs(tmp_path: Path) -> tuple[list[object], Path, list[Path]]:
 @pytest.mark.crash
 def test_a_kill_anywhere_is_mended_by_the_same_command(tmp_path: Path) -> None:
     words, out, inputs = crash_inputs(tmp_path)
-    require_survival(words, out, inputs, tmp_path / "disk", trials=6)
+    require_survival(words, out, inputs, tmp_path / "disk", trials=4)
 
 
 @pytest.mark.crash

@@ -455,6 +455,7 @@ worker.main(Path(sys.argv[1]), 0, 1)
 
 
 @pytest.mark.crash
+@pytest.mark.slow
 def test_a_kill_between_block_and_record_is_repaired_by_the_same_command(
     tmp_path: Path, root: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,7 +512,8 @@ def command(root: Path, store: Path, shards: int) -> list[str]:
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+# SIGKILL hundreds of times: test_stage1_kills.py.
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGTERM])
 def test_killed_and_stopped_workers_leave_a_store_that_the_same_command_completes(
     tmp_path: Path, root: Path, in_process: None, number: signal.Signals
 ) -> None:

@@ -94,9 +94,9 @@ def relative(values: np.ndarray[Any, Any], exact: torch.Tensor) -> np.ndarray[An
 
 
 def test_the_command_makes_a_store_whose_codes_stand_for_the_targets_features(root: Path, tmp_path: Path) -> None:
-    """Through real worker processes; every document against the target run on it alone."""
+    """Through a real worker process; every document against the target run on it alone."""
     store_dir = tmp_path / "x.zarr"
-    ok(extract(root, store_dir, "--shards", 2))
+    ok(extract(root, store_dir))
     store = open_store(store_dir)
     assert (store.identity["precision"], store.identity["last_hidden"]) == ("int8", "int8")
     assert not {"hidden_states", "last_hidden_state"} & set(store.sealed(0))

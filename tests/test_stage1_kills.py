@@ -100,8 +100,8 @@ def test_every_kind_of_call_is_seen() -> None:
 
 
 def test_killed_at_random(tmp_path: Path) -> None:
-    landed = sum(random_trial(tmp_path, f"quick-{number}") for number in range(9))
-    assert landed >= 6
+    landed = sum(random_trial(tmp_path, f"quick-{number}") for number in range(6))
+    assert landed >= 4
 
 
 @pytest.mark.slow

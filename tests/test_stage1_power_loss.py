@@ -76,7 +76,7 @@ def random_trial(folder: Path, name: str) -> int:
 
 
 def test_power_lost_at_random(tmp_path: Path) -> None:
-    for number in range(6):
+    for number in range(4):
         random_trial(tmp_path, f"quick-{number}")
 
 

@@ -77,7 +77,7 @@ def warmed(ranks: Ranks, store: Path, run_dir: Path, changes: dict[str, Any]) ->
     }
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks_compile_in_order_or_all_at_once(tmp_path: Path, parallel: str) -> None:
     store = make_store(tmp_path / "x.zarr", counting_texts(24))
     (tmp_path / "run").mkdir()

@@ -65,7 +65,11 @@ def rows(parts: Parts, count: int = 4) -> Any:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {**SLIDING, "activation_checkpointing": True}], ids=["full", "sliding and full, recomputed"]
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="full"),
+        pytest.param({**SLIDING, "activation_checkpointing": True}, id="sliding and full, recomputed"),
+    ],
 )
 def test_every_region_compiles_as_declared_and_nothing_after(
     store: Path, tmp_path: Path, changes: dict[str, Any]
@@ -188,18 +192,7 @@ def test_what_would_compile_after_the_seal_is_a_named_error(store: Path, tmp_pat
             torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
         with pytest.raises(RuntimeError, match="something else"), contract.watch("step 9"):
             raise RuntimeError("something else")
-        parts.stepper.rehearse(rows(parts))  # and what was compiled still runs
-        contract.check("the end")
-        torch.compiler.set_stance("default")  # what slips through is found at the next log line
-        parts.stepper.rehearse(rows(parts, 2))
-        with pytest.raises(CompileContract, match=r"mask builder compiled again before step 10, after 4 rows.*size"):
-            contract.check("step 10")
-
-
-def test_the_seal_holds_in_other_threads_too(store: Path, tmp_path: Path) -> None:
-    parts = flex_parts(store, tmp_path / "run")
-    faults: list[BaseException] = []
-    with compiled_regions(parts, declare) as contract:
+        faults: list[BaseException] = []
 
         def other() -> None:
             try:
@@ -211,7 +204,13 @@ def test_the_seal_holds_in_other_threads_too(store: Path, tmp_path: Path) -> Non
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert "would compile again at a thread" in str(faults[0])
+        assert "would compile again at a thread" in str(faults[0])
+        parts.stepper.rehearse(rows(parts))  # and what was compiled still runs
+        contract.check("the end")
+        torch.compiler.set_stance("default")  # what slips through is found at the next log line
+        parts.stepper.rehearse(rows(parts, 2))
+        with pytest.raises(CompileContract, match=r"mask builder compiled again before step 10, after 4 rows.*size"):
+            contract.check("step 10")
 
 
 def test_dense_attention_after_the_seal_is_refused(store: Path, tmp_path: Path) -> None:

@@ -50,7 +50,15 @@ def test_with_shifted_labels_every_slot_drafts_and_a_full_block_gains_one_more(k
     assert max(cycle.accepted for cycle in smaller.cycles) == 2
 
 
-@pytest.mark.parametrize(("sliding", "shift"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("sliding", "shift"),
+    [
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        (True, True),
+    ],
+)
 def test_text_and_every_cycle_equal_the_slow_reference(sliding: bool, shift: bool) -> None:
     target = tiny_target()
     drafter, text = fitted("qwen3", sliding, shift)

@@ -91,7 +91,9 @@ def config_of(root: Path, run: Path, **changes: Any) -> TrainConfig:
     return TrainConfig(store=str(root / "x.zarr"), run=run, **values)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "shifted labels")) for name in CASES]
+)
 def test_a_geometry_goes_the_whole_way(name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parted = config_of(root, tmp_path / "whole", **CASES[name]), config_of(root, tmp_path / "run", **CASES[name])
     run_here(whole)

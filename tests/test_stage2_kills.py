@@ -19,7 +19,7 @@ from stage2_train.checkpoint_folder import folder_of, newest_complete, read_info
 from stage2_train.config import TrainConfig
 
 STEPS, VICTIM = 3, 2
-POINTS = 24
+POINTS = 20
 
 
 def train_until(config: TrainConfig, log: Path, kill: Kill | None) -> None:

@@ -75,7 +75,9 @@ TOLERANCE = {"adamw": 1e-4, "muon": 1e-3}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize(("parallel", "world_size"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize(
+    ("parallel", "world_size"), [("ddp", 2), pytest.param("fsdp", 2, marks=pytest.mark.slow), ("fsdp", 3)]
+)
 def test_ranks_update_and_save_what_one_process_does(tmp_path: Path, name: str, parallel: str, world_size: int) -> None:
     weights, state = trained(ALONE, name, "ddp")
     found = together(tmp_path / "one", world_size, trained, name, parallel)

@@ -50,7 +50,7 @@ def same_curves(one: Path, two: Path, tolerance: float = 1e-4) -> None:
     [
         ("fsdp", 2, {"micro_rows": 1, "activation_checkpointing": True, **SLIDING}),
         ("fsdp", 4, {}),
-        ("ddp", 4, {"micro_rows": 1}),
+        pytest.param("ddp", 4, {"micro_rows": 1}, marks=pytest.mark.slow),
         ("ddp", 2, {"optimizer": "muon", "learning_rate": 1e-2}),
         ("fsdp", 2, {"optimizer": "muon", "learning_rate": 1e-2}),
     ],
@@ -63,7 +63,7 @@ def test_several_processes_train_what_one_does(
     run_here(config_of(store, tmp_path / "one", **changes))
     ended = train_together(config_of(store, tmp_path / "all", parallel=parallel, **changes), world_size)
     assert ended == [{}] * world_size
-    same_curves(tmp_path / "one", tmp_path / "all", 1e-2 if "optimizer" in changes else 1e-4)
+    same_curves(tmp_path / "one", tmp_path / "all", 1e-3 if "optimizer" in changes else 1e-4)
     folders = [folder_of(tmp_path / name, 6) for name in ("one", "all")]
     one, two = (load_file(folder / "drafter.safetensors") for folder in folders)
     assert {name: (t.shape, t.dtype) for name, t in one.items()} == {
@@ -82,7 +82,7 @@ def nest(state: Any) -> Any:
     return (state.shape, state.dtype) if isinstance(state, torch.Tensor) else state
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
 def test_a_run_goes_on_with_other_processes_and_another_kind_of_parallel(
     store: Path, tmp_path: Path, optimizer: str
 ) -> None:

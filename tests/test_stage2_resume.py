@@ -52,7 +52,11 @@ def test_accumulation_is_exact_for_ragged_batches(store: Path, tmp_path: Path) -
         assert curves[2][step] == pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.parametrize("torchrun", [False, True], ids=["own launcher", "torchrun"])
+# torchrun is in two nodes of test_stage2_parallel.py, too.
+@pytest.mark.parametrize(
+    "torchrun",
+    [pytest.param(False, id="own launcher"), pytest.param(True, marks=pytest.mark.slow, id="torchrun")],
+)
 def test_two_processes_equal_one(store: Path, tmp_path: Path, torchrun: bool) -> None:
     config = config_of(store, tmp_path / "two")
     run_here(config_of(store, tmp_path / "one"))
