@@ -164,7 +164,7 @@ def remove_cgroup(own: Path) -> None:
 
 
 def why_not(needs: str) -> str:
-    """Why a scenario that needs "mount", "memory cgroup", "tmux" or "pid" cannot run here, "" when it can."""
+    """Why a scenario that needs "mount", "memory cgroup", "tmux", "pid" or "cuda" cannot run here, "" when it can."""
     if "mount" in needs and os.geteuid() != 0:
         return "mounting a small disk needs root"
     if "memory cgroup" in needs and (os.geteuid() != 0 or memory_cgroup_root() is None):
@@ -173,4 +173,6 @@ def why_not(needs: str) -> str:
         return "tmux is not installed"
     if "pid" in needs.split() and not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK):
         return "the kernel does not let this user choose the next pid"
+    if "cuda" in needs and shutil.which("nvidia-smi") is None:
+        return "no NVIDIA GPU"
     return ""

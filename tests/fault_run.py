@@ -99,6 +99,8 @@ class Live:
     acted: float | None = None
     notes: list[str] = field(default_factory=list)
     """What went against a promise, found by the scenario itself."""
+    seen: dict[str, int] = field(default_factory=dict)
+    """What its set-up measured."""
 
     def start(self) -> None:
         """Start the run as `dflash train` and `dflash extract` do."""

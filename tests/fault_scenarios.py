@@ -7,9 +7,10 @@ fault_run.py.
 
 from __future__ import annotations
 
+from fault_scenarios_cuda import CUDA
 from fault_scenarios_hosts import DISKS, MEMORY, TREES
 from fault_scenarios_lives import HEALTHY, LIVES
 from fault_scenarios_workers import ENDINGS, HANGS, SIGNALS
 
-SCENARIOS = [*ENDINGS, *SIGNALS, *HANGS, *DISKS, *MEMORY, *TREES, *LIVES, *HEALTHY]
+SCENARIOS = [*ENDINGS, *SIGNALS, *HANGS, *DISKS, *MEMORY, *TREES, *LIVES, *HEALTHY, *CUDA]
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}

@@ -8,6 +8,7 @@ fault_injections.py; ranks in step wait for each other in `all_reduce`, as real 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import struct
@@ -38,7 +39,7 @@ class Plan:
 
     role: str = "train"
     fault: str = ""
-    """A function of fault_injections.py, or "wait for it": somebody outside acts."""
+    """A function of fault_injections.py, "module:function", or "wait for it": somebody outside acts."""
     ranks: tuple[int, ...] = (0,)
     phase: str = "step"
     tick: int = 1
@@ -137,9 +138,8 @@ class Toy:
         partial.write_text(f"{time.monotonic()} {os.getpid()}")
         partial.rename(moment)
         if self.plan.fault != "wait for it":
-            import fault_injections
-
-            getattr(fault_injections, self.plan.fault)(self)
+            module, _, name = self.plan.fault.rpartition(":")
+            getattr(importlib.import_module(module or "fault_injections"), name)(self)
             return
         deadline = time.monotonic() + self.plan.dawdle_s
         while time.monotonic() < deadline and (self.plan.deaf or not stop_requested()):

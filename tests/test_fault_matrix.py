@@ -28,9 +28,10 @@ def cases() -> Iterator[object]:
     quick = [scenario.name for scenario in SCENARIOS if scenario.quick][::3]
     for scenario in SCENARIOS:
         for phase in scenario.phases:
-            slow = [] if scenario.name in quick and phase == quick_phase(scenario) else [pytest.mark.slow]
+            left_out = [] if scenario.name in quick and phase == quick_phase(scenario) else [pytest.mark.slow]
+            chosen = [pytest.mark.gpu] if scenario.needs == "cuda" else left_out
             name = f"{scenario.name}-{phase}".replace(" ", "_").replace("/", "_")
-            yield pytest.param(scenario, phase, marks=slow, id=name)
+            yield pytest.param(scenario, phase, marks=chosen, id=name)
 
 
 @pytest.mark.parametrize(("scenario", "phase"), list(cases()))
