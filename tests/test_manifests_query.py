@@ -133,7 +133,8 @@ def test_partly_written_folders(tmp_path: Path, state: str) -> None:
         (manifest / "shards.w.jsonl").touch()
     if state != "empty":
         Ledger(manifest.parent, "other").append(shard(3))
-    for name in [*KINDS, "folders", *named_queries()]:
+    names = named_queries() if state in ("no records", "torn descriptions") else ()
+    for name in [*KINDS, "folders", *names]:
         ask([tmp_path], f"SELECT * FROM {name}")
     assert len(ask([tmp_path], "SELECT * FROM shards").rows) == (state != "empty")
 

@@ -136,6 +136,7 @@ def test_more_graphs_than_declared_end_the_run_with_the_guard(store: Path, tmp_p
         pass
 
 
+@pytest.mark.slow
 def test_a_layer_that_differs_from_the_others_is_named(store: Path, tmp_path: Path) -> None:
     parts = flex_parts(store, tmp_path / "run", num_layers=2)
     for number, layer in enumerate(parts.drafter.layers):

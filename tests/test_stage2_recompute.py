@@ -59,6 +59,7 @@ def test_gradients_are_bit_equal_and_the_activations_are_not_kept(name: str) -> 
     assert torch.equal(gradients(drafter.recompute_layers(False), batch)[0], plain)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("default")
 def test_a_compiled_layer_stays_one_graph_for_each_kind() -> None:
