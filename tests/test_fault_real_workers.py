@@ -254,9 +254,13 @@ def extraction(folder: Path, name: str) -> list[str]:
         for i, text in enumerate(texts)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    target, prepared = str(bundled() / "target"), str(folder / "prepared")
+    if not Path(prepared).exists():
+        line = [*DFLASH, "prepare", str(data), "--target", target, "--out", prepared]
+        done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
     settings = "--num-taps 2 --topk 4 --shards 2 --device cpu --block-tokens 60 --batch-tokens 120"
-    target = str(bundled() / "target")
-    return [*DFLASH, "extract", "--target", target, "--data", str(data), "--out", str(folder / name), *settings.split()]
+    return [*DFLASH, "extract", "--target", target, "--data", prepared, "--out", str(folder / name), *settings.split()]
 
 
 def shard_seals(store: Path) -> dict[int, Any]:
