@@ -129,8 +129,11 @@ class Crew:
         for seat in seats:
             seat.kill()
         if not self.wait(lambda: not any(seat.running for seat in seats), GONE_S):
-            pids = [seat.pid for seat in seats if seat.running]
-            print_line(f"processes {pids} did not end within {GONE_S:.0f} s of SIGKILL: the kernel holds them")
+            held = [seat for seat in seats if seat.running]
+            pids = [seat.pid for seat in held]
+            said = f"processes {pids} did not end within {GONE_S:.0f} s of SIGKILL: the kernel holds them"
+            ranks, ticks = [seat.rank for seat in held], [seat.start_ticks for seat in held]
+            self.log.write("processes held", said, pids=pids, ranks=ranks, start_ticks=ticks)
         self.sweep()
 
     def _record(self, seat: Seat, exit: Exit) -> None:

@@ -7,6 +7,7 @@ manifests/verdict.py, which judges, and manifests/evidence_files.py, which reads
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from dataclasses import dataclass, field
@@ -108,9 +109,20 @@ class Evidence:
     def last_time(self) -> float | None:
         """The last sign of life of any process of the run, wall clock: for people, never for order."""
         found = [event["time"] for event in self.events] + [sample.get("t") for sample in self.samples[-1:]]
-        found += [beat.time for beat in self.beats.values()]
+        found += [_last_beat(beat) for beat in self.beats.values()]
         found += [ending.get("ended") for ending in self.endings.values()]
         return max((value for value in map(files.number, found) if value is not None), default=None)
+
+
+def _last_beat(beat: BeatState) -> float:
+    """When a heart beat last, wall clock: a report may be half an hour old in a compile that is alive.
+
+    Two moments are known by both clocks: the last change, unless reports without one came after it ("wait for room"),
+    and the phase's beginning. The earlier answer is the one that claims no more than was seen.
+    """
+    by_change = beat.alive - beat.reported
+    by_phase = beat.started + beat.alive - beat.phase_since - beat.time if beat.started else math.inf
+    return beat.time + max(0.0, min(by_change, by_phase))
 
 
 def collect(run_dir: Path, kernel: Kernel | None = None) -> Evidence:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from shared.samples import events_path, samples_path
 
 _TAIL_BYTES = 32 << 10
 _TAIL_LINES = 40
+# Of a C++ backtrace: one of torch has 15 to 60 lines and pushes the sentence before it out of the last ones.
+_FRAME = re.compile(r"frame #\d+: ")
 _STACK_BYTES = 64 << 10
 _LINE_CHARACTERS = 1000
 # A worker may write its files a moment before the run's record has its time; clocks of one host agree to this.
@@ -150,9 +152,14 @@ def object_in(path: Path, gaps: list[str] | None) -> dict[str, Any]:
 
 
 def log_tails(run_dir: Path, role: str, gaps: list[str]) -> dict[str, tuple[str, ...]]:
-    """The last lines of each log of a role, by file name."""
+    """The last lines of each log of a role, by file name, without the frames of native backtraces."""
     paths = _listed(run_dir / "logs", lambda name: name.startswith(f"{role}-") and name.endswith(".log"), gaps)
-    return {path.name: tuple(_tail(path, gaps).splitlines()[-_TAIL_LINES:]) for path in paths}
+    return {path.name: without_frames(_tail(path, gaps).splitlines())[-_TAIL_LINES:] for path in paths}
+
+
+def without_frames(lines: Sequence[str]) -> tuple[str, ...]:
+    """Lines of a log without the frames of native backtraces, which say less than what stands before them."""
+    return tuple(line for line in lines if _FRAME.match(line) is None)
 
 
 def fault_tails(run_dir: Path, role: str, since: float, gaps: list[str]) -> dict[int, tuple[str, ...]]:

@@ -5,7 +5,7 @@
     yes    no        high  R       hang.busy      spins
     no     no        any   S/R     hang.gil       native code holds the GIL
     -      no        0     T/t     hang.stopped   SIGSTOP, a debugger
-    -      no        0     D       hang.io        in the kernel: disk, NFS, driver
+    -      no        0     D, Z    hang.io        in the kernel: disk, NFS, driver; Z: its other threads are
 
 "Alive" is the liveness thread, "progress" a report that changed something (shared/beat.py). A worker that never came to
 its own work (phases spawn, import, rendezvous) and waits or spins is hang.startup. Called by manifests/supervise.py,
@@ -73,7 +73,9 @@ class Hang:
 
 def name_of(look: Look) -> str | None:
     """What a silent rank is doing, whether or not its limit has passed; None when it is dead or that cannot be told."""
-    if look.state in ("", "Z", "X"):
+    if look.state == "Z":  # and not to be reaped: a thread of it is still in the kernel
+        return IO if look.state_s >= IO_AFTER_S else None
+    if look.state in ("", "X"):
         return None
     if look.state in ("T", "t"):
         return STOPPED if look.stopped else None
@@ -105,7 +107,12 @@ def hung(looks: Mapping[int, Look], hurry: float = 1.0) -> Hang | None:
     if any(rank not in names for rank in culprits):
         return None
     meets = {rank: look.phase == phases.RENDEZVOUS for rank, look in looks.items()}  # it waits for who is not there yet
-    rank = min(culprits, key=lambda rank: (_SUSPICION.index(names[rank]), meets[rank], -looks[rank].silent_s))
+    # At a step it waits for whoever is at something else.
+    steps = {rank: look.phase == phases.STEP for rank, look in looks.items()}
+    rank = min(
+        culprits,
+        key=lambda rank: (_SUSPICION.index(names[rank]), meets[rank], steps[rank], -looks[rank].silent_s),
+    )
     # A rank that spins may wait as well: a synchronisation with its GPU takes a whole core.
     waits = names[rank] in (WAIT, BUSY) or (names[rank] == STARTUP and meets[rank])
     if waits and any(_still_allowed(look, looks[rank]) for look in looks.values()):

@@ -27,12 +27,12 @@ class Learned:
     longest: dict[str, float] = field(default_factory=dict)
     """Longest duration of the whole phase."""
 
-    def see(self, before: BeatState, after: BeatState) -> None:
-        """Two looks at the same process's beat, one after the other."""
+    def see(self, before: BeatState, after: BeatState, forgiven: float = 0.0) -> None:
+        """Two looks at the same process's beat, one after the other; time before `forgiven` teaches nothing."""
         if after.reported > before.reported:
-            _keep_longest(self.longest_gap, before.phase, after.reported - before.reported)
+            _keep_longest(self.longest_gap, before.phase, after.reported - max(before.reported, forgiven))
         if after.phase_since > before.phase_since:
-            _keep_longest(self.longest, before.phase, after.phase_since - before.phase_since)
+            _keep_longest(self.longest, before.phase, after.phase_since - max(before.phase_since, forgiven))
 
 
 def _keep_longest(longest: dict[str, float], phase: str, seconds: float) -> None:
@@ -57,16 +57,18 @@ class RankWatch:
 
     def see(self, beat: BeatState | None, process: Process | None, now: float, learned: Learned) -> None:
         """Take in one look at the worker's beat and process."""
+        state = process.state if process else ""
+        if state != self.state:
+            if self.state in ("T", "t"):  # an hour's SIGSTOP is no hour that the phase took
+                self.forgive(now)
+            self.state, self.state_since = state, now
+            self.stop_named = False
         if beat is not None:
             if self.beat is not None:
-                learned.see(self.beat, beat)
+                learned.see(self.beat, beat, self.forgiven)
                 if beat.reported > self.beat.reported:
                     self.grace_s = None
             self.beat = beat
-        state = process.state if process else ""
-        if state != self.state:
-            self.state, self.state_since = state, now
-            self.stop_named = False
         if process is not None:
             self._cpu.append((now, process.cpu_ticks, state == "R"))
 

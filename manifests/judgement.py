@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from shared.errors import (
     Interrupted,
     NoProgress,
     PathNotWritable,
+    SupervisorGone,
     WorkerFailed,
     WorkerHung,
     WorkerKilled,
@@ -143,6 +145,18 @@ def only_lost_peers(exits: Sequence[Exit]) -> bool:
     """
     bad = [exit for exit in exits if not exit.well]
     return bool(bad) and all(exit.error and _named(exit).cascade for exit in bad)
+
+
+def failed_to_stop(exits: Sequence[Exit]) -> Exit | None:
+    """Who failed when it was asked to save and leave; not who left, was killed by us, or lost such a peer."""
+    for exit in sorted(exits, key=lambda exit: exit.mono):
+        ours = exit.asked and exit.signal in (signal.SIGTERM, signal.SIGKILL)
+        # By the code alone where a full disk took no sentence of it.
+        left = exit.well or ours or exit.error in (Interrupted.__name__, SupervisorGone.__name__)
+        left = left or (not exit.error and exit.code == Interrupted.exit_code)
+        if not left and not (exit.error and _named(exit).cascade):
+            return exit
+    return None
 
 
 def _named(exit: Exit) -> Named:

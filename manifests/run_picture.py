@@ -144,9 +144,11 @@ def _same_boot(evidence: Evidence) -> bool:
 
 
 def _ranks(evidence: Evidence) -> tuple[RankPicture, ...]:
-    comparable = _same_boot(evidence) or bool(evidence.now.alive_ranks)
+    same_boot = _same_boot(evidence)
     found = []
     for rank, beat in sorted(evidence.beats.items()):
+        # Of several machines without a supervisor, only the clock of a rank that lives here is known to be this one's.
+        comparable = same_boot or rank in evidence.now.alive_ranks
         silent = evidence.now.mono - beat.reported if comparable else evidence.now.time - beat.time
         state = evidence.now.rank_states.get(rank, "")
         counts = (beat.phase, beat.done, beat.total, beat.unit)

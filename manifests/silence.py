@@ -65,9 +65,9 @@ class Silence:
 
     def _see(self, team: Team, seat: Seat, now: float) -> Look:
         watch = team.watches[seat.rank]
-        watch.see(seat.beat(), seat.process(), now, self.crew.learned)
         if self.crew.blind_until > watch.forgiven:
             watch.forgive(self.crew.blind_until)
+        watch.see(seat.beat(), seat.process(), now, self.crew.learned)
         look = self._look_of(team, seat.rank, now)
         if look.stopped and not watch.stop_named:
             watch.stop_named = True

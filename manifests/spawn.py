@@ -46,7 +46,7 @@ def spawn(
         file_actions=actions,
         setsid=True,
         setsigmask=(),
-        setsigdef=(signal.SIGINT, signal.SIGTERM, signal.SIGPIPE),
+        setsigdef=(signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD),
     )
 
 

@@ -23,7 +23,7 @@ from shared.errors import DflashError
 
 ANSWER_S = 2.0
 _SPY_S = 5.0
-_FRAMES = 4
+_FRAMES = 6
 _MOST_BYTES = 1 << 18
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.+)')
 
@@ -37,10 +37,12 @@ def save_stacks(seats: Sequence[Seat], wait: Wait) -> tuple[list[str], dict[str,
     before = {seat.rank: seat.fault_size() for seat in seats}
     kernel = {seat.rank: _kernel_facts(seat.pid) for seat in seats}
     spies = {seat.rank: _start_spy(seat.pid) for seat in seats}
-    for seat in seats:
+    # Before its first beat a worker has not asked faulthandler to answer: SIGUSR1 would end it.
+    asked = [seat for seat in seats if seat.beat() is not None]
+    for seat in asked:
         seat.send(signal.SIGCONT)
         seat.send(signal.SIGUSR1)
-    wait(lambda: all(seat.fault_size() > before[seat.rank] for seat in seats if seat.running), ANSWER_S)
+    wait(lambda: all(seat.fault_size() > before[seat.rank] for seat in asked if seat.running), ANSWER_S)
     # The dump is several writes: it is whole when it no longer grows.
     sizes: dict[int, int] = {}
 
@@ -58,7 +60,8 @@ def save_stacks(seats: Sequence[Seat], wait: Wait) -> tuple[list[str], dict[str,
         stacks = seat.fault_since(before[seat.rank], _MOST_BYTES)
         groups.setdefault(summary_of(stacks), []).append(seat.rank)
         path = stacks_path(seat.spec.run_dir, seat.attempt, seat.rank)
-        text = f"{kernel[seat.rank]}\n{stacks or 'faulthandler did not answer SIGUSR1'}\n{_spied(spies[seat.rank])}\n"
+        silent = "faulthandler did not answer SIGUSR1" if seat in asked else "not asked: it has not begun"
+        text = f"{kernel[seat.rank]}\n{stacks or silent}\n{_spied(spies[seat.rank])}\n"
         with suppress(DflashError, OSError), disk_faults(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)

@@ -21,6 +21,9 @@ from shared.stop_file import read_stop, stop_path
 _TAKEN = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 LOOK_EVERY_S = 0.25
 _LATE_S = 0.05
+# systemd, Slurm and logind send one SIGTERM to every process of a job: the supervisor gets it, and the command that
+# looks on passes its own on. Who meant one request must not be taken to have made two: the second kills.
+ECHO_S = 2.0
 
 
 class Requests:
@@ -30,6 +33,7 @@ class Requests:
         self.by: list[dict[str, Any]] = []
         """Who asked and how, in order: the stop file's content, or {signal, sender_pid, sender_uid, sender_command}."""
         self._run_dir = run_dir
+        self._heard = 0.0
         self._seen: tuple[int, int] | None = None
         self._looked = 0.0
         self._previous: dict[int, Any] = {}
@@ -49,6 +53,8 @@ class Requests:
         # Handlers as well: other threads (a library's, in the foreground command) may take the signal instead of us.
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._on_signal)
+        # Whoever started us may have ignored it: then the kernel reaps our workers, and how they ended is lost.
+        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
         return self
@@ -88,7 +94,16 @@ class Requests:
     def _note(self, number: int, pid: int | None, uid: int | None) -> None:
         name = signal.Signals(number).name
         sender = {"sender_pid": pid, "sender_uid": uid, "sender_command": command_line(pid) if pid else ""}
-        self.by.append({"signal": name, "time": time.time(), "now": False, **sender})
+        self._add({"signal": name, "time": time.time(), "now": False, **sender})
+
+    def _add(self, request: dict[str, Any]) -> None:
+        """Take in a request, unless it is one that was already heard, by another way."""
+        now = time.monotonic()
+        echo = bool(self.by) and _asker(request) != _asker(self.by[-1]) and now - self._heard < ECHO_S
+        if echo and not request.get("now"):
+            return
+        self.by.append(request)
+        self._heard = now
 
     def _look_at_file(self) -> None:
         if self._run_dir is None or time.monotonic() - self._looked < LOOK_EVERY_S:
@@ -98,7 +113,12 @@ class Requests:
             stat = os.stat(stop_path(self._run_dir))  # noqa: PTH116 - four times a second
             if self._seen != (stat.st_ino, stat.st_mtime_ns) and (request := read_stop(self._run_dir)) is not None:
                 self._seen = (stat.st_ino, stat.st_mtime_ns)
-                self.by.append(request)
+                self._add(request)
+
+
+def _asker(request: dict[str, Any]) -> tuple[str, Any]:
+    """By which way a request came: the stop file, or a signal of this sender."""
+    return ("signal", request.get("sender_pid")) if "signal" in request else ("file", None)
 
 
 def told(request: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ things is here; judgement is in hang.py, restart.py and judgement.py, what waits
 
 from __future__ import annotations
 
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from manifests.crew import POLL_S, Crew
 from manifests.event_log import EventLog, print_line
 from manifests.hang import Hang
 from manifests.host_watch import HostWatch
-from manifests.judgement import Judged, Outcome, failure, first_bad, judge, only_lost_peers, plain
+from manifests.judgement import Judged, Outcome, failed_to_stop, failure, first_bad, judge, only_lost_peers, plain
 from manifests.launch_spec import LaunchSpec
 from manifests.restart import DISK_FULL, Policy, decide
 from manifests.room import Room
@@ -25,7 +26,7 @@ from manifests.spawn import environment_of
 from manifests.stop_requests import Requests, code_of
 from manifests.team import Team
 from shared import phases
-from shared.errors import DflashError, Interrupted, WorkerFailed
+from shared.errors import DflashError, DiskFull, Interrupted, WorkerFailed, WorkerHung
 from shared.kernel import Kernel
 
 SETTLE_S = 1.0
@@ -33,6 +34,7 @@ SETTLE_S = 1.0
 PEER_GRACE_S = 10.0
 HANG_GRACE_S = 5.0
 ROOM_EVERY_S = 2.0
+HELD_S = 600.0
 
 
 class Supervision:
@@ -90,7 +92,10 @@ class Supervision:
     def _advance(self, team: Team) -> None:
         """One round for one team."""
         if team.state == "waiting" and time.monotonic() >= team.due:
-            self._start(team)
+            if team.running:
+                self._wait_for_held(team)
+            else:
+                self._start(team)
         elif team.state == "paused" and time.monotonic() >= team.due:
             self._look_for_room(team)
         elif team.state == "running":
@@ -101,16 +106,32 @@ class Supervision:
             elif (hang := self.silence.look(team)) is not None:
                 self._failed(team, hang)
 
+    def _wait_for_held(self, team: Team) -> None:
+        """The kernel holds a killed process: another beside it would meet its files and its GPU's memory."""
+        if time.monotonic() < team.due + HELD_S * self.spec.hurry:
+            return
+        seat = team.running[0]
+        said = (
+            f"process {seat.pid} of worker {seat.rank} did not end within {HELD_S:.0f} s of SIGKILL: the kernel holds "
+            "it, for a disk, a network mount or a GPU"
+        )
+        judged = Judged("hang.io", seat.rank, WorkerHung.exit_code, said)
+        self.log.write("gave up", "", attempt=team.number, code=judged.code, ranks=team.ranks, reason=said)
+        team.fail(judged, said)
+
     def _start(self, team: Team) -> None:
         now = time.monotonic()
-        self.host.since(now)
+        if not self.crew.running:  # else the death of another team's worker would lose what the kernel counted for it
+            self.host.since(now)
         team.begin(now)
         self.log.write("attempt started", attempt=team.number, reason=team.reason, saved=team.saved, ranks=team.ranks)
         environment = environment_of(self.spec)
         for seat in team.seats:
+            seat.forget()
+        for seat in team.seats:
             try:
                 seat.start(team.number, environment)
-            except OSError as error:  # no process to be had: a limit, or the host's memory
+            except (OSError, DflashError) as error:  # no process to be had, or no log for it
                 self._not_started(team, seat.rank, error)
                 return
             self.log.write(
@@ -118,10 +139,17 @@ class Supervision:
             )
         self.silence.begin(team)
 
-    def _not_started(self, team: Team, rank: int, error: OSError) -> None:
+    def _not_started(self, team: Team, rank: int, error: OSError | DflashError) -> None:
+        """One of a team has no process: the others leave, and no ending of theirs is what happened."""
+        said = f"worker {rank} could not be started: {error}"
+        self.log.write("worker not started", said, attempt=team.number, rank=rank, error=type(error).__name__)
         self.crew.end(team.running, PEER_GRACE_S * self.spec.hurry)
-        judged = Judged("unknown", rank, WorkerFailed.exit_code, f"worker {rank} could not be started: {error}")
+        code = DISK_FULL if isinstance(error, DiskFull) else "unknown"
+        exit_code = error.exit_code if isinstance(error, DflashError) else WorkerFailed.exit_code
+        judged = Judged(code, rank, exit_code, said)
         team.close(judged, None, time.monotonic())
+        for seat in team.seats:
+            seat.forget()
         self._decide(team, judged)
 
     def _failed(self, team: Team, hang: Hang | None = None) -> None:
@@ -206,7 +234,18 @@ class Supervision:
         exits = [seat.exit for seat in self.crew.seats]
         if all(exit is not None and exit.well for exit in exits):
             return Outcome("finished")  # the work was already done when the request came
-        said = next((exit.message for exit in exits if exit is not None and exit.error == Interrupted.__name__), "")
+        # What a team failed of before, and waits to try again, is no answer to the request.
+        ended = [exit for team in self.teams if team.state == "running" for exit in team.ended]
+        if (failed := None if self.requests.now else failed_to_stop(ended)) is not None:
+            return failure(self.spec, [failed], plain([failed]))
+        said = next((exit.message for exit in ended if exit.error == Interrupted.__name__), "")
+        killed = [exit.rank for exit in ended if exit.asked and exit.signal == signal.SIGKILL]
+        if killed and not self.requests.now:
+            said = (
+                f"{self.spec.role} stopped on request, but workers {killed} did not leave within "
+                f"{self.crew.stop_grace():.0f} s and were killed: they saved nothing more; run the same command again "
+                "to go on"
+            )
         if not said:
             at_once = " at once" if self.requests.now else ""
             said = f"{self.spec.role} stopped on request{at_once}; run the same command again to go on"

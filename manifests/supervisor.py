@@ -11,6 +11,7 @@ import os
 import resource
 import socket
 import sys
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,23 @@ def main(run_dir: Path) -> int:
         log.write("supervisor started", **_who(spec, kernel))
         for sentence in warnings(kernel, run_dir):
             log.write("weak promise", f"not sure on this machine: {sentence}")
-        outcome = Supervision(spec, log, requests).run()
+        outcome = _supervised(spec, log, requests)
         if outcome.state == "finished" and spec.finish:
             outcome = run_finish(spec, requests)
         _write_ending(spec, log, outcome)
     return outcome.exit_code
+
+
+def _supervised(spec: LaunchSpec, log: EventLog, requests: Requests) -> Outcome:
+    """Run the loop; what cannot even begin (no thread, no descriptor left) is an ending, too."""
+    try:
+        supervision = Supervision(spec, log, requests)
+    except Exception as error:  # noqa: BLE001 - recorded as the run's end
+        print_line(traceback.format_exc())
+        said = f"the supervisor could not begin: {type(error).__name__}: {error}"
+        log.write("supervisor failed", said)
+        return Outcome("failed", 1, "Bug", f"{said}; run the same command again to go on")
+    return supervision.run()
 
 
 def _who(spec: LaunchSpec, kernel: Kernel) -> dict[str, Any]:

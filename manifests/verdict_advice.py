@@ -42,7 +42,7 @@ _ADVICE = {
     "container.restart": "find in its orchestrator's log why the container restarted",
     "gpu.cuda_oom": "lower the batch, or free the GPU of other processes (nvidia-smi)",
     "gpu.fault": "read the traceback; CUDA_LAUNCH_BLOCKING=1 names the kernel; a GPU on which all fails is broken",
-    "gpu.lost": "have the GPU reset by an administrator (nvidia-smi shows which)",
+    "gpu.lost": "have the GPU reset by an administrator after its other users have saved (nvidia-smi shows which)",
     "comm.mismatch": "compare the stacks of the ranks (`dflash why {run}`): one took another way through the code",
     "hang.stopped": "find who stopped the process (SIGSTOP, Ctrl-Z, a debugger)",
     "hang.io": "look at the disk or network mount that it waits for (dmesg, mount)",
@@ -81,7 +81,7 @@ def advice_on(evidence: Evidence, finding: Finding) -> str:
         return f"go on with: {_GO_ON.format(run=evidence.run_dir)}"
     family = next((text for start, text in _BY_FAMILY.items() if code.startswith(start)), _ADVICE["unknown"])
     text = _ADVICE.get(code, family)
-    if code.startswith("py."):
+    if code.startswith(("py.", "gpu.fault")):
         text = next((advice for words, advice in ADVICE_BY_TEXT if re.search(words, finding.sentence)), text)
     return f"{text}{'' if code in _NOTHING else _THEN}".format(run=evidence.run_dir, rank=rank, fault=fault)
 

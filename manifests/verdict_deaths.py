@@ -16,6 +16,7 @@ from manifests.evidence import Evidence
 from manifests.evidence_files import number, whole
 from manifests.verdict_errors import from_log, name_error
 from manifests.verdict_finding import LIKELY, PROVED, UNKNOWN, Death, Finding, gib
+from manifests.verdict_host import elsewhere
 from manifests.verdict_signals import by_signal, crash_lines, disk_free, signal_name
 from shared.ending import KEYBOARD_CODE
 from shared.errors import DiskFull, Interrupted, PathNotWritable, error_classes
@@ -49,7 +50,7 @@ def judge(evidence: Evidence, death: Death, others: Sequence[Death] = ()) -> Fin
         time=number(death.ending.get("ended")) or death.time,
         phase=death.phase,
         step=death.done,
-        evidence=(_seen(death), *finding.evidence),
+        evidence=(_seen(evidence, death), *finding.evidence),
         short=finding.short or _how(death),
     )
 
@@ -219,22 +220,27 @@ def _by_silence(evidence: Evidence, death: Death) -> Finding | None:
         )
     if (logged := from_log(death.last_lines)) is not None:
         return _by_log(evidence, death, logged)
+    sentence, fact = f"rank {death.rank} is gone{death.where} without a word: nothing says how it ended", "stopped"
+    if elsewhere(evidence):
+        sentence = f"rank {death.rank} was last seen{death.where}; from {evidence.now.host} its end cannot be told"
+        fact = "is old"
     return Finding(
         code="unknown",
         confidence=UNKNOWN,
-        sentence=f"rank {death.rank} is gone{death.where} without a word: nothing says how it ended",
-        evidence=("its heartbeat stopped, and it left no ending",),
+        sentence=sentence,
+        evidence=(f"its heartbeat {fact}, and it left no ending",),
         grade=1,
     )
 
 
-def _seen(death: Death) -> str:
+def _seen(evidence: Evidence, death: Death) -> str:
     pid = f" (pid {death.pid})" if death.pid else ""
     if death.seen == "supervisor":
         return f"the supervisor saw rank {death.rank}{pid} end: {_how(death)}"
     if death.seen == "itself":
         return f"rank {death.rank}{pid} wrote its own ending; nobody saw its exit code or signal"
-    return f"rank {death.rank}{pid} lives no more; its last heartbeat was its last sign"
+    lives = "may live, unseen from here" if elsewhere(evidence) else "lives no more"
+    return f"rank {death.rank}{pid} {lives}; its last heartbeat was its last sign"
 
 
 def _how(death: Death) -> str:
@@ -244,7 +250,12 @@ def _how(death: Death) -> str:
 
 
 def _first_line(death: Death) -> str:
-    line = next((text.strip() for text in death.message.splitlines() if text.strip()), "")[:300]
+    lines = [text.strip() for text in death.message.splitlines() if text.strip()]
+    line = (lines[0] if lines else "")[:300]
+    # NCCL says in its first line what failed, and why in the one after "Last error:".
+    told = next((i for i, text in enumerate(lines) if i and text.startswith("Last error:")), None)
+    if told is not None and (reason := " ".join(lines[told : told + 2]).removeprefix("Last error:").strip()):
+        line += f"; last error: {reason[:300]}"
     return line if line.startswith(death.error) else f"{death.error}: {line}" if line else death.error
 
 

@@ -34,10 +34,17 @@ _MISMATCH = re.compile(
     re.IGNORECASE,
 )
 _CUDA_OOM = re.compile(
-    r"CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|"
-    r"torch\.(?:cuda\.)?OutOfMemoryError",
+    r"CUDA out of memory|CUDA (?:driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|"
+    r"torch\.(?:cuda\.)?OutOfMemoryError|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|"
+    r"Triton Error \[CUDA\]: out of memory|Cuda failure (?:\d+ )?'out of memory'",
 )
-_GPU_LOST = re.compile(r"GPU is lost|fallen off the bus|no CUDA-capable device|busy or unavailable", re.IGNORECASE)
+_GPU_LOST = re.compile(r"GPU is lost|fallen off the bus", re.IGNORECASE)
+# Another process holds it, or this one may not see it: nothing that a reset of it would mend.
+_GPU_TAKEN = re.compile(r"no CUDA-capable device|busy or unavailable", re.IGNORECASE)
+# NCCL's and the store's own reasons: the rank failed by itself, though the words around them are those of a lost peer.
+_NO_PEER = re.compile(
+    r"/dev/shm/nccl|Duplicate GPU|ncclInvalidUsage|ncclInvalidArgument|EADDRINUSE|failed to listen",
+)
 _GPU_FAULT = re.compile(
     r"CUDA error|CUDA driver error|CUBLAS_STATUS_|CUDNN_STATUS_|cudaError[A-Z]|device-side assert|"
     r"illegal memory access|misaligned address|unspecified launch failure|uncorrectable ECC",
@@ -97,6 +104,11 @@ def _of_text(error: str, message: str, traceback: str) -> Named | None:
         return Named("gpu.cuda_oom")
     if _GPU_LOST.search(message):
         return Named("gpu.lost")
+    if _GPU_TAKEN.search(message):
+        return Named("gpu.fault")
+    # Only of an exception: in the log of a native crash such a line may be a warning of an hour ago.
+    if error and _NO_PEER.search(message):
+        return Named("py.exception")
     between_ranks = error in _DIST_ERRORS or _RANKS.search(message) is not None
     # NCCL reports the CUDA error of a peer's lost connection as its own: between ranks, the connection comes first.
     if not (between_ranks and _PEER.search(message)) and (error == "AcceleratorError" or _GPU_FAULT.search(message)):
@@ -152,6 +164,11 @@ ADVICE_BY_TEXT = (
         "a child process of it was killed: watch the host's memory and /dev/shm (`dflash why` has the last minute)",
     ),
     (r"unable to open shared memory|/dev/shm|torch_shm", "/dev/shm is too small: start the container with --shm-size"),
+    (
+        f"(?i:{_GPU_TAKEN.pattern})",
+        "nvidia-smi shows who holds the GPU and its compute mode; "
+        "look at CUDA_VISIBLE_DEVICES and the container's --gpus",
+    ),
     (r"Too many open files", "raise the limit of open files: ulimit -n"),
     (r"can't start new thread|Resource temporarily unavailable", "raise the limit of processes: ulimit -u"),
 )

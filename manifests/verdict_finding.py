@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manifests.evidence import Evidence
-from manifests.evidence_files import number, whole
+from manifests.evidence_files import number, whole, without_frames
 
 PROVED, LIKELY, UNKNOWN = "proved", "likely", "unknown"
 # The supervisor looks ten times a second: a death lies at most this long before it was noticed.
 NOTICED_WITHIN_S = 0.15
+# What a crash says last, its native backtrace left out; NCCL's watchdog alone writes a dozen lines.
+_LAST_LINES = 30
 # A heart that beats once a second has stopped at most this long after its last beat.
 BEATS_EVERY_S = 1.5
+_ONE_BOOT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +174,8 @@ def silent(evidence: Evidence, known: list[Death]) -> list[Death]:
 
 
 def log_of(evidence: Evidence, rank: int) -> tuple[str, ...]:
-    """The last lines of one worker's log."""
-    return evidence.logs.get(f"{evidence.role}-{rank}.log", ())[-12:]
+    """The last lines of one worker's log, without the frames of native backtraces."""
+    return without_frames(evidence.logs.get(f"{evidence.role}-{rank}.log", ()))[-_LAST_LINES:]
 
 
 def _of_event(event: dict[str, Any]) -> Death:
@@ -226,11 +229,16 @@ def _of_ending(evidence: Evidence, rank: int, ending: dict[str, Any]) -> Death:
 
 
 def _anchors(evidence: Evidence) -> list[tuple[float, float]]:
-    """Moments whose wall and monotonic time are both on record."""
+    """Moments whose wall and monotonic time are both on record; none where those are of several machines' clocks."""
     known = [(e["detail"].get("t"), e["detail"].get("mono")) for e in evidence.events]
     known += [(sample.get("t"), sample["mono"]) for sample in evidence.samples]
     known += [(beat.started, beat.phase_since) for beat in evidence.beats.values() if beat.started]
-    return [(float(wall), float(mono)) for wall, mono in known if number(wall) is not None and number(mono) is not None]
+    found = [
+        (float(wall), float(mono)) for wall, mono in known if number(wall) is not None and number(mono) is not None
+    ]
+    boots = [wall - mono for wall, mono in found]
+    # Under torchrun ranks of two nodes write here; machines that booted within a minute of each other pass for one.
+    return found if evidence.supervised or not boots or max(boots) - min(boots) <= _ONE_BOOT_S else []
 
 
 def _monotonic(evidence: Evidence, wall: float | None) -> float | None:

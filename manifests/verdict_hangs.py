@@ -91,6 +91,9 @@ def _suspects(evidence: Evidence, detail: dict[str, Any], attempt: int, stacks: 
     done = {r: at[1] for r, at in places.items()} if len({at[3] for at in places.values()}) == 1 else {}
     waiting = sorted(r for r, stack in stacks.items() if _COLLECTIVE.search(stack))
     outside = sorted(set(stacks) - set(waiting))
+    # The innermost frames may not show the collective: who is at the same thing as those in one waits for them, too.
+    shared = {places[r][0] for r in waiting if r in places}
+    outside = [r for r in outside if r in places and places[r][0] not in shared] or outside
     ahead = _ahead(done)
     if waiting and outside:
         seen = (f"in a collective: {ranks_text(tuple(waiting))}; not in one: {ranks_text(tuple(outside))}",)

@@ -19,6 +19,12 @@ AGREE_S = 3.0
 """Last samples, counters and heartbeats must end within this for "everything at once"."""
 # A reboot takes minutes; a run whose last sign is older than this when the boot began may have died before it.
 _REBOOT_S = 1200.0
+# A container comes back within seconds, after several failures within five minutes; later it may be one of another day.
+_RESTART_S = 600.0
+# Wall clocks of two hosts, and what the kernel says of a boot's beginning, agree to this.
+_CLOCKS_S = 60.0
+# The kernel's own number of the namespace in which a host's processes are when they are in no container.
+_HOST_NAMESPACE = "pid:[4026531836]"
 # A worker that was started this long ago has opened its heartbeat, also on a slow disk.
 _BEGINS_S = 15.0
 
@@ -106,9 +112,24 @@ def place_of(evidence: Evidence) -> tuple[str, float | None, str]:
 def elsewhere(evidence: Evidence) -> bool:
     """Whether the run was on another host than this one: what is true now says nothing about it then."""
     then, now = _identity(evidence), evidence.now
-    if then["host"] in (None, "", now.host):
+    if then["boot"] is not None and then["boot"] == now.boot_id:
         return False
-    return then["boot"] is None or now.boot_id is None or then["boot"] != now.boot_id
+    return then["host"] not in (None, "", now.host) or _namesake(evidence, then["boot"])
+
+
+def _namesake(evidence: Evidence, boot: str | None) -> bool:
+    """Whether this host has the run's name and is another: its boot is another one and ran while the run still did.
+
+    A pod that was moved keeps its name, so does `docker --hostname`, and many hosts are "localhost".
+    """
+    now = evidence.now
+    return boot is not None and now.boot_id is not None and boot != now.boot_id and _booted_before_the_end(evidence)
+
+
+def _booted_before_the_end(evidence: Evidence) -> bool:
+    """Whether this boot began well before the run's last sign: then it is no reboot after it."""
+    began, last = evidence.now.boot_time, evidence.last_time
+    return began is not None and last is not None and began < last - _CLOCKS_S
 
 
 def _identity(evidence: Evidence) -> dict[str, Any]:
@@ -130,12 +151,12 @@ def _identity(evidence: Evidence) -> dict[str, Any]:
 def other_host(evidence: Evidence, last: Signs) -> Finding | None:
     if not elsewhere(evidence):
         return None
-    host = _identity(evidence)["host"]
+    host, here = _identity(evidence)["host"] or "another host", evidence.now.host
     phase, step, place = place_of(evidence)
-    sentence = (
-        f"no sign of life since then{place}; the run was on {host}: from {evidence.now.host} its end cannot be told"
-    )
-    fact = f"the run's boot and processes are {host}'s; ask there: `dflash why {evidence.run_dir}`"
+    if host == here:
+        host, here = f"another host with the name {host}", "this one"
+    sentence = f"no sign of life since then{place}; the run was on {host}: from {here} its end cannot be told"
+    fact = f"the run's boot and processes are those of {host}; ask there: `dflash why {evidence.run_dir}`"
     return run_finding(evidence, "unknown", UNKNOWN, sentence, (fact,), phase, step)
 
 
@@ -144,7 +165,10 @@ def rebooted(evidence: Evidence, last: Signs) -> Finding | None:
     phase, step, place = place_of(evidence)
     if then["boot"] is None or now.boot_id is None:
         # Without identities the clock still tells: a monotonic time that is yet to come was another boot's.
+        # Not where several machines wrote without a supervisor: the clock of an older one is ahead of this one's.
         if last.newest is None or now.mono >= last.newest - 1.0 or then["host"] not in (now.host, None):
+            return None
+        if now.boot_time is None or evidence.last_time is None or _booted_before_the_end(evidence):
             return None
         fact = f"its last sign was {last.newest:,.0f} s after boot, this boot is {now.mono:,.0f} s old"
         return run_finding(evidence, "host.reboot", PROVED, f"the host rebooted{place}", (fact,), phase, step)
@@ -163,7 +187,7 @@ def rebooted(evidence: Evidence, last: Signs) -> Finding | None:
 
 
 def restarted(evidence: Evidence, last: Signs) -> Finding | None:
-    """Another process 1 or PID namespace in the same boot; if it began after the run's end it is the same container."""
+    """Another process 1 or PID namespace in the same boot; one that began after the run's end came in its place."""
     then, now = _identity(evidence), evidence.now
     changed = [
         name
@@ -175,11 +199,16 @@ def restarted(evidence: Evidence, last: Signs) -> Finding | None:
     phase, step, place = place_of(evidence)
     facts = [f"{name} {then[name]} then, {getattr(now, name)} now, in the same boot" for name in changed]
     begun = None if now.pid1_start is None else now.pid1_start / TICKS_PER_S
-    started = whole(then["start_ticks"]) / TICKS_PER_S
+    if then["pid_ns"] == _HOST_NAMESPACE and "pid_ns" in changed:
+        sentence = f"the run is gone{place}; it was on the host itself, this shell is in a container of it"
+        sentence += " and cannot see its end"
+        facts.append(f"{_HOST_NAMESPACE} is the host's own: no container can have been restarted under the run")
+        return run_finding(evidence, "unknown", UNKNOWN, sentence, facts, phase, step)
     # Times since boot: an older process 1 was there while the run still lived, so this is another container.
-    if begun is not None and started and begun < started:
+    end = max(whole(then["start_ticks"]) / TICKS_PER_S, (last.newest or 0.0) - AGREE_S)
+    if begun is not None and end > 0 and begun < end:
         sentence = f"the run is gone{place}; it was in another container than this shell, which cannot see its end"
-        facts.append(f"process 1 here began {begun:,.0f} s after boot, the run's supervisor at {started:,.0f} s")
+        facts.append(f"process 1 here began {begun:,.0f} s after boot, the run still lived at {end:,.0f} s")
         return run_finding(evidence, "unknown", UNKNOWN, sentence, facts, phase, step)
     memory = memory_before(evidence, None, last.newest)
     facts += [memory.text] if memory.text else []
@@ -187,7 +216,11 @@ def restarted(evidence: Evidence, last: Signs) -> Finding | None:
     same = then["host"] in (now.host, None)
     facts += [] if same else [f"the host name was {then['host']}, it is {now.host} now"]
     sentence = f"the container was restarted{place}{why}"
-    return run_finding(evidence, "container.restart", PROVED if same else LIKELY, sentence, facts, phase, step)
+    soon = begun is not None and begun - end <= _RESTART_S
+    if begun is not None and not soon:
+        facts.append(f"it began {(begun - end) / 60:,.0f} minutes after: the run may have ended before its own did")
+    sure = PROVED if same and soon else LIKELY
+    return run_finding(evidence, "container.restart", sure, sentence, facts, phase, step)
 
 
 def same_host(evidence: Evidence) -> tuple[bool, tuple[str, ...]]:

@@ -21,6 +21,8 @@ LOW = 0.5
 """Below this no second of allocation on a real host reaches the limit: it speaks against OOM by itself."""
 HOST_OUT = 0.05
 """Of the host's memory still available."""
+TREE_OUT = 0.1
+"""Of the host's memory still available: systemd-oomd kills a whole scope here, and no count of the kernel moves."""
 PRESSED = 50.0
 """Percent of ten seconds in which every task waited for memory: systemd-oomd kills at 60."""
 _WINDOW_S = 5.0
@@ -53,7 +55,7 @@ class Memory(NamedTuple):
         """What was nearly used up, in a few words."""
         if (self.used or 0.0) >= VERY_HIGH:
             return f"its cgroup used {self.used:.1%} of its limit"
-        if self.available is not None and self.available < HOST_OUT:
+        if self.available is not None and self.available < TREE_OUT:
             return f"the host had {self.available:.1%} of its memory left"
         return f"all tasks waited for memory {self.pressure or 0.0:.0f} % of the time"
 
@@ -62,6 +64,16 @@ class Memory(NamedTuple):
         """So high that a kill for lack of memory is the likely reason for a tree that vanished."""
         host_out = self.available is not None and self.available < HOST_OUT
         return (self.used or 0.0) >= VERY_HIGH or host_out or (self.pressure or 0.0) >= PRESSED
+
+    @property
+    def short_for_all(self) -> bool:
+        """The same for everything that vanished at once: a guard in user space acts before the kernel must."""
+        return self.very_high or (self.available is not None and self.available < TREE_OUT)
+
+    @property
+    def plenty(self) -> bool:
+        """So much was left, in the cgroup and on the host where that is known, that memory was not the reason."""
+        return (self.used or 0.0) < HIGH and (self.available is None or self.available > 1.0 - HIGH)
 
 
 def memory_before(

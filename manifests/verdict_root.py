@@ -127,8 +127,11 @@ def _without_root(evidence: Evidence, found: Sequence[Finding], attempt: int | N
     if not any(finding.code == "comm.peer_death" for finding in ordered):
         return replace(first, ranks=(), cascade=False)
     waiting = {rank for finding in ordered for rank in finding.ranks}
-    left = tuple(sorted(death.rank for death in deaths(evidence, attempt) if death.clean and death.rank not in waiting))
-    missing = tuple(rank for rank in range(evidence.num_workers) if rank not in waiting)
+    ends = deaths(evidence, attempt)
+    left = tuple(sorted(death.rank for death in ends if death.clean and death.rank not in waiting))
+    # A rank that we asked to leave was there until then: nobody had missed it.
+    there = waiting | {death.rank for death in ends if death.asked}
+    missing = tuple(rank for rank in range(evidence.num_workers) if rank not in there)
     timed_out = any(finding.grade == 1 for finding in ordered)
     if left:
         reason = f"{ranks_text(left)} finished while {ranks_text(tuple(sorted(waiting)))} still waited for it"

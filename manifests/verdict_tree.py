@@ -12,7 +12,7 @@ from manifests.evidence import Evidence
 from manifests.evidence_files import number, whole
 from manifests.verdict_finding import LIKELY, PROVED, UNKNOWN, Finding, log_of, ranks_text
 from manifests.verdict_host import AGREE_S, Signs, other_host, place_of, rebooted, restarted, run_finding, same_host
-from manifests.verdict_memory import HIGH, memory_before, moved
+from manifests.verdict_memory import memory_before, moved
 from shared.phases import DONE, DRAIN
 
 # Counts of a container that lives on go on moving: this long after the end they say nothing about it by themselves.
@@ -123,22 +123,23 @@ def _vanished(evidence: Evidence, last: Signs) -> Finding:
         facts.append("those kills may be of others, later: memory was low at the end, and that is long ago")
         own = None
     # The host's count goes on moving for others; it counts where our own cgroup's cannot be read and memory was short.
-    if memory.very_high or own or (host and own is None and memory.known and not memory.low):
+    if memory.short_for_all or own or (host and own is None and memory.known and not memory.low):
         if not own and not host:
             facts.append("counts that stood still do not exclude systemd-oomd or a kill by group policy")
-        short = memory.short if memory.very_high else _counts_text(counts)
+        short = memory.short if memory.short_for_all else _counts_text(counts)
         return found("tree.oom_group", LIKELY, f", killed together for lack of memory: {short}")
     still = own == 0 or host == 0
     if not memory.known or not (still or memory.low):
         return found("unknown", UNKNOWN, "; whether memory ran out or somebody killed them is not on record")
-    plenty = (memory.used or 0.0) < HIGH
+    plenty = memory.plenty
     out = (*excluded, f"lack of memory: {memory.text}") if plenty else excluded
+    reason = "memory was not the reason" if plenty else "that memory was short is not excluded"
     if not many:
-        return found("sup.killed", LIKELY, ", killed from outside while no worker ran: memory was not the reason", out)
+        return found("sup.killed", LIKELY, f", killed from outside while no worker ran: {reason}", out)
     leaving = any(beat.phase in (DRAIN, DONE) for beat in evidence.beats.values())
     complete = len(last.workers) == evidence.num_workers and last.spread <= AGREE_S and not leaving
     sure = PROVED if still and not host and plenty and complete else LIKELY
-    why = ", killed together from outside (session, cgroup or admin): memory was not the reason"
+    why = f", killed together from outside (session, cgroup or admin): {reason}"
     return found("tree.killed", sure, why, out)
 
 

@@ -53,7 +53,11 @@ class ViewerSignals:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Note SIGINT and SIGTERM from now on; what is ignored (nohup, a shell's `&`) stays ignored."""
+        """Note SIGINT and SIGTERM from now on; what is ignored (nohup, a shell's `&`) stays ignored.
+
+        But for SIGCHLD: ignored, nobody would learn how the supervisor ended.
+        """
+        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manifests.evidence_files import without_frames
 from manifests.launch_spec import LaunchSpec, fault_path, log_path
 from manifests.spawn import spawn
 from shared.atomic import disk_faults
@@ -25,7 +26,7 @@ from shared.json_file import read_if_whole
 from shared.kernel import Process, is_same, process, session_members
 from shared.reporter import progress_path
 
-_LAST_LINES, _FAULT_LINES, _LINE_CHARS, _TAIL_BYTES = 12, 60, 500, 1 << 14
+_LAST_LINES, _FAULT_LINES, _LINE_CHARS, _TAIL_BYTES = 30, 60, 500, 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,11 @@ class Seat:
         self.start_ticks = found.start_ticks if found else 0
         with suppress(OSError), log.open("ab", buffering=0) as file:
             file.write(f"--- attempt {attempt}, pid {self.pid}, {time.strftime('%Y-%m-%d %H:%M:%S %z')} ---\n".encode())
+
+    def forget(self) -> None:
+        """How an ended process ended is no longer how this rank ended."""
+        if not self.running:
+            self.pid, self.exit, self._leftovers = 0, None, []
 
     def poll(self) -> Exit | None:
         """How the process ended, once, when it has just ended."""
@@ -229,7 +235,10 @@ def _size(path: Path) -> int:
 
 
 def _tail(path: Path, start: int, lines: int, *, first: bool = False) -> list[str]:
-    """The last (or first) lines of what a file holds from `start` on, each cut to a length that a record can take."""
+    """The last (or first) lines of what a file holds from `start` on, each cut to a length that a record can take.
+
+    The last ones leave out the frames of native backtraces, which push the sentence that names the fault away.
+    """
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -238,4 +247,6 @@ def _tail(path: Path, start: int, lines: int, *, first: bool = False) -> list[st
     except OSError:
         return []
     found = [line[:_LINE_CHARS] for line in text.splitlines()]
-    return found[:lines] if first else found[-lines:]
+    if first:
+        return found[:lines]
+    return list(without_frames(found))[-lines:]

@@ -189,7 +189,7 @@ def rebooted(live: Live) -> None:
     """The host came up again; its folder is still there."""
     assert live.host is not None
     live.host.boot = "99999999-2222-3333-4444-555555555555"
-    live.host.pid1_start_s = 3.0
+    live.host.boot_age_s, live.host.pid1_start_s = 0.0, 3.0
     live.host.write()
 
 

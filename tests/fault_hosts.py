@@ -36,17 +36,20 @@ class Host:
     boot: str = "11111111-2222-3333-4444-555555555555"
     pid1_start_s: float = 12.0
     """Seconds after boot."""
-    namespace: str = "pid:[4026531836]"
+    namespace: str = "pid:[4026532100]"
+    """A container's: 4026531836 is that of the host itself."""
+    boot_age_s: float | None = None
+    """None: this host's."""
 
     def write(self) -> None:
         """Put the files in place of what was there, each at once."""
         cgroup = f"sys/fs/cgroup{'/memory' if self.version == 1 else ''}/job"
-        kib = 1024
+        kib, age = 1024, time.monotonic() if self.boot_age_s is None else self.boot_age_s
         files = {
             "proc/sys/kernel/random/boot_id": self.boot,
             "proc/1/stat": f"1 (init) S 0 1 1 0 -1 4194560 1 1 1 1 1 1 1 1 20 0 1 0 {self._pid1_ticks} 1000 10 0",
             "proc/self/ns/pid": self.namespace,
-            "proc/stat": f"cpu 1 1 1 1\nbtime {int(time.time() - time.monotonic())}",
+            "proc/stat": f"cpu 1 1 1 1\nbtime {int(time.time() - age)}",
             "proc/vmstat": f"pgfault 5\noom_kill {self.oom_host}",
             "proc/meminfo": f"MemTotal: {self.total // kib} kB\nMemAvailable: {self.available // kib} kB",
             "proc/pressure/memory": "some avg10=0.00 avg60=0.00\nfull avg10=0.00 avg60=0.00",

@@ -181,6 +181,15 @@ class Toy:
             self.reporter.saved(self.done)
 
 
+def _read(path: str) -> bytes:
+    """With few frames of its own: a saved stack shows the innermost ones, and a real collective waits in one call."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 64)
+    finally:
+        os.close(descriptor)
+
+
 class Peers:
     """Ranks that wait for each other through small files; alone, nobody is waited for."""
 
@@ -222,7 +231,7 @@ class Peers:
 
     def _wait_for(self, peer: int) -> bool:
         while True:
-            at, stop_at, pid, start_ticks = self._RECORD.unpack(self._paths[peer].read_bytes())
+            at, stop_at, pid, start_ticks = self._RECORD.unpack(_read(str(self._paths[peer])))
             if at >= self._round:
                 return 0 <= stop_at <= self._round
             if not is_same(pid, start_ticks):

@@ -36,7 +36,8 @@ NAMES = {
     "imports with the GIL held": (look(phase="import", alive_s=50.0), "hang.gil"),
     "a sign of life due": (look(alive_s=2.0), None),
     "CPU not known yet": (look(cpu_share=None), None),
-    "dead": (look(state="Z"), None),
+    "just dead": (look(state="Z", state_s=0.3), None),
+    "dead, but the kernel holds a thread of it": (look(state="Z", state_s=5.0), "hang.io"),
 }
 
 
@@ -71,6 +72,10 @@ TOGETHER = {
     ),
     "nobody while the others are about to be over it too": (
         {0: look(silent_s=60.5), 1: look(silent_s=59.9, cpu_share=1.0)}, None,
+    ),
+    "whoever is not at the step for which the others wait": (
+        {0: look(silent_s=1805.0), 1: look(phase="compile", silent_s=1803.0, limit_s=1800.0), 2: look(silent_s=1804.0)},
+        1,
     ),
     "whoever waits for one whose checkpoint is over its limit": (
         {0: look(phase="checkpoint", silent_s=200.0, limit_s=180.0), 1: look(silent_s=199.0)}, 0,
@@ -120,6 +125,19 @@ def test_what_was_not_seen_or_stood_still_is_forgiven() -> None:
     watch.forgive(99.0)
     seen = watch.look(100.0, learned, 1.0)
     assert (seen.silent_s, seen.over) == (1.0, False)
+
+
+@pytest.mark.parametrize("how", ["stopped", "forgiven"])
+def test_an_hour_that_was_forgiven_teaches_nothing(how: str) -> None:
+    watch, learned = RankWatch(0.0), Learned()
+    watch.see(beat(10.0), process(), 10.0, learned)
+    watch.see(beat(10.0), process("T" if how == "stopped" else "S"), 11.0, learned)
+    if how == "forgiven":
+        watch.forgive(3610.0)
+    watch.see(beat(3611.0), process(), 3611.0, learned)
+    watch.see(beat(3612.0, "checkpoint", 3612.0), process(), 3612.0, learned)
+    assert learned.longest_gap["step"] <= 1.0
+    assert learned.longest["step"] <= 2.0
 
 
 @pytest.mark.parametrize(

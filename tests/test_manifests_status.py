@@ -27,6 +27,7 @@ from manifests.status_text import lines_of
 from shared.atomic import write_json
 from shared.errors import CheckpointMismatch, ConfigRefused, DiskFull, Interrupted, NonFinite, RunBusy
 from shared.gpus import Gpu, GpuReport
+from shared.kernel import Kernel
 
 ENDINGS = [
     (DiskFull("full"), "failed", 41),
@@ -256,7 +257,9 @@ def test_a_run_of_another_host(tmp_path: Path) -> None:
 
 
 def test_lost_by_a_reboot_and_by_a_killed_supervisor(tmp_path: Path) -> None:
-    MadeRun(tmp_path / "boot").started().supervised(GONE, boot="the boot before").beat(0, GONE, "step", 40)
+    before = time.time() - (Kernel().boot_time() or time.time()) + 100  # a run of the boot before ended before this one
+    run = MadeRun(tmp_path / "boot", ago=before).started()
+    run.supervised(GONE, boot="the boot before").beat(0, GONE, "step", 40)
     status = status_of(tmp_path / "boot")
     assert (status.state, told(status).verdict["code"]) == ("lost", "host.reboot")
     assert f"cause: host.reboot ({told(status).verdict['confidence']})" in text_of(status)

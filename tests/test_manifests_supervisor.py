@@ -18,7 +18,19 @@ from doctor_host import PLAIN, make_host
 from supervised import HASTY, alive, ending, events, ring_events, start, until
 
 from manifests.commit import read
-from shared.errors import Interrupted, MaskTokenInUse, NoProgress, RunBusy, WorkerFailed, WorkerHung, WorkerKilled
+from manifests.evidence import collect
+from manifests.verdict import verdict
+from shared.errors import (
+    DiskFull,
+    Interrupted,
+    MaskTokenInUse,
+    NoProgress,
+    PathNotWritable,
+    RunBusy,
+    WorkerFailed,
+    WorkerHung,
+    WorkerKilled,
+)
 from shared.kernel import ROOT_VARIABLE
 from shared.stop_file import write_stop
 
@@ -194,6 +206,69 @@ def test_a_request_to_stop_saves_and_is_never_success(folder: Path, monkeypatch:
         assert (by["signal"], by["sender_pid"]) == ("SIGTERM", os.getpid())
 
 
+def test_a_save_that_fails_when_asked_to_stop_is_no_clean_stop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_STEPS", LONG)
+    monkeypatch.setenv("TOY_BAD_SAVE", "0")
+    with start(folder, "steps", restarts=3) as process:
+        running(folder)
+        write_stop(folder, False, "a test")
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == DiskFull.exit_code, said
+    state, code, message = ending(folder)
+    assert (state, code) == ("failed", DiskFull.exit_code)
+    assert "no room for the checkpoint of step" in message
+    found = verdict(collect(folder))
+    assert (found.code, found.ranks) == ("disk.full", (0,))
+
+
+def test_a_stop_signal_to_the_whole_tree_saves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd's and Slurm's way; what the viewer passes on is no second request."""
+    monkeypatch.setenv("TOY_STEPS", LONG)
+    with start(folder, "steps", restarts=3) as process:
+        pids = [*running(folder), supervisor_of(folder), process.pid]
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == Interrupted.exit_code, said
+    assert (folder / "checkpoint-0").exists()
+    assert all(event["detail"]["exit_code"] == Interrupted.exit_code for event in events(folder, "worker ended"))
+
+
+def test_a_worker_without_a_log_is_not_started_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_STEPS", LONG)
+    (folder / "logs" / "train-1.log").mkdir(parents=True)
+    code, _, said = supervised.run(folder, "steps")
+    (event,) = events(folder, "worker not started")
+    assert "worker 1 could not be started" in event["message"]
+    assert (code, ending(folder)[0]) == (PathNotWritable.exit_code, "failed"), said
+    assert "worker 1 could not be started" in ending(folder)[2]
+
+
+def test_a_worker_that_hangs_before_its_first_sign_is_not_ended_by_being_asked(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DFLASH_HANG_SCALE", raising=False)
+    stuck = "import os, sys, time\nif 'shared.worker' in sys.orig_argv and os.environ['RANK'] == '1': time.sleep(600)\n"
+    (tmp_path / "sitecustomize.py").write_text(stuck)
+    here = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent}"}
+    code, _, said = supervised.run(folder, "steps", independent=True, environment=here, hang_limit_scale=HASTY)
+    assert code == WorkerHung.exit_code, said
+    found = verdict(collect(folder))
+    assert (found.code, found.ranks) == ("hang.startup", (1,))
+
+
+def test_a_parent_that_ignores_the_death_of_children_loses_none(folder: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        process = start(folder, "steps")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    with process:
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert ending(folder) == ("finished", 0, "")
+
+
 def test_a_second_request_kills(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY", "sleep@0/0/99")
     with start(folder, "steps", 1, hang_limit_scale=1.0) as process:
@@ -307,16 +382,23 @@ def test_what_a_dead_worker_started_is_swept(folder: Path, monkeypatch: pytest.M
     assert not alive(int((folder.parent / "child").read_text()))
 
 
+@pytest.mark.parametrize(
+    ("broken", "said_first"),
+    [
+        ("import manifests.team as t; t.Team.running = property(lambda team: 1 / 0)", "the supervisor failed"),
+        ("import manifests.crew as c; c.Crew.__init__ = lambda *_: 1 / 0", "the supervisor could not begin"),
+    ],
+    ids=["at work", "before its work"],
+)
 def test_a_bug_of_the_supervisor_is_recorded_and_leaves_no_worker(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str, said_first: str
 ) -> None:
     monkeypatch.setenv("TOY_STEPS", LONG)
-    broken = "import manifests.team; manifests.team.Team.running = property(lambda team: 1 / 0)"
     (folder.parent / "sitecustomize.py").write_text(broken)
     monkeypatch.setenv("PYTHONPATH_MORE", str(folder.parent))
     code, _, said = supervised.run(folder, "steps", 1)
     assert code == 1
-    assert "the supervisor failed: ZeroDivisionError" in said
+    assert f"{said_first}: ZeroDivisionError" in said
     assert "ZeroDivisionError" in (folder / "logs" / "train-supervisor.log").read_text()
     assert events(folder, "supervisor failed") != []
     assert ending(folder)[:2] == ("failed", 1)

@@ -664,6 +664,22 @@ def test_without_stacks_the_waiting_rank_is_not_guessed() -> None:
     assert (found.code, found.ranks, found.confidence) == ("hang.busy", (1,), "likely"), "the odd one out"
 
 
+def test_a_collective_that_a_short_stack_does_not_show_is_told_by_the_phase() -> None:
+    night = Night(ranks=3)
+    night.sampled(100)
+    for rank, phase in enumerate(("step", "compile", "step")):
+        night.beat(100.0, rank, phase, 0)
+    waits = {str(rank): "hang.wait" for rank in range(3)}
+    night.event(
+        92.0, "hang", attempt=1, rank=1, code="hang.wait", action="kill", silent_s=36.0, limit_s=36.0, names=waits
+    )
+    deep = "readinto (socket.py:700) < read (store.py:4) < get (store.py:9) < wait (store.py:20)"
+    stacks = {deep: [0], "all_reduce (distributed_c10d.py:2800) < step (train.py:120)": [2], "lock (build.py:3)": [1]}
+    night.event(93.0, "stacks saved", attempt=1, files=[], groups=stacks)
+    found = verdict(night.failed(99, code=54).evidence(at=110))
+    assert (found.code, found.ranks) == ("hang.wait", (1,))
+
+
 def gpu_hang(stacks: dict[str, list[int]], codes: dict[int, str]) -> Verdict:
     night = Night(ranks=len(codes))
     night.sampled(100)

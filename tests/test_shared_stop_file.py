@@ -57,9 +57,35 @@ def test_requests_are_heard_once_each_and_the_second_means_now(tmp_path: Path, m
         requests.wait(0.0)
         assert (len(requests.by), requests.now) == (2, True)
     with Requests(tmp_path) as requests:
+        requests.wait(0.0)  # the file is still there
+        assert len(requests.by) == 1
+    with Requests(None) as requests:
         # To this thread: the kernel gives a process's signal to any thread that lets it in, such as one of pytest's,
         # and the handler that then answers does not learn the sender.
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         requests.wait(1.0)
         assert requests.by[0]["sender_pid"] == os.getpid()
         assert code_of(requests.by[0]) == "sig.term.external"
+
+
+def test_one_request_that_comes_two_ways_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler's SIGTERM to all processes of a job: our own, and what the command that looks on passes on."""
+    monkeypatch.setattr("manifests.stop_requests.LOOK_EVERY_S", 0.0)
+    (tmp_path / "supervision").mkdir()
+    with Requests(tmp_path) as requests:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        requests.wait(1.0)
+        write_stop(tmp_path, False, "SIGTERM")
+        requests.wait(0.0)
+        assert (len(requests.by), requests.now) == (1, False)
+        write_stop(tmp_path, True, "SIGTERM")  # it was pressed again
+        requests.wait(0.0)
+        assert (len(requests.by), requests.now) == (2, True)
+    monkeypatch.setattr("manifests.stop_requests.ECHO_S", 0.0)
+    (tmp_path / "later" / "supervision").mkdir(parents=True)
+    with Requests(tmp_path / "later") as requests:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        requests.wait(1.0)
+        write_stop(tmp_path / "later", False, "dflash stop")
+        requests.wait(0.0)
+        assert (len(requests.by), requests.now) == (2, True)

@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from shared.errors import Interrupted, MaskTokenInUse
+from shared.errors import DiskFull, Interrupted, MaskTokenInUse
 from shared.progress import Reporter, summary
 from shared.worker import stop_requested
 
@@ -75,6 +75,8 @@ def steps(run_dir: Path, rank: int, world_size: int) -> None:
         if (step, rank) == (bad, int(bad_rank)) and attempt <= int(bad_attempts):
             FAULTS[what]()
         if stop_requested():
+            if str(rank) == os.environ.get("TOY_BAD_SAVE"):
+                raise DiskFull(f"no room for the checkpoint of step {step}")
             checkpoint.write_text(str(step))
             raise Interrupted(f"stopped at step {step}, saved; the same command continues")
         time.sleep(0.02)
