@@ -160,6 +160,7 @@ def _enter(parts: Parts) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_warm_up_without_backward_or_with_something_else_compiled_is_refused(store: Path, tmp_path: Path) -> None:
     parts = flex_parts(store, tmp_path / "run")
     contract = declare(parts.drafter, parts.engine)

@@ -53,7 +53,7 @@ def test_with_shifted_labels_every_slot_drafts_and_a_full_block_gains_one_more(k
 @pytest.mark.parametrize(
     ("sliding", "shift"),
     [
-        (False, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
         pytest.param(True, False, marks=pytest.mark.slow),
         pytest.param(False, True, marks=pytest.mark.slow),
         (True, True),

@@ -169,7 +169,7 @@ def run(ground: Ground, count: int) -> None:
 
 
 def test_random_corruption_is_never_accepted(ground: Ground) -> None:
-    run(ground, 300)
+    run(ground, 150)
 
 
 @pytest.mark.slow
