@@ -54,7 +54,7 @@ class Signs(NamedTuple):
         ends = {(death.rank, death.pid): death for death in deaths(evidence, None)}
         before = {key for key, death in ends.items() if not _died_with(death, end, _last_reaction(evidence))}
         living = {rank: beat for rank, beat in evidence.beats.items() if (rank, beat.pid) not in before}
-        silent = {r: since for r, (pid, since) in newest.items() if r not in living and (r, pid) not in ends}
+        silent = {r: since for r, (pid, since) in newest.items() if r not in living and (r, pid) not in before}
         young = tuple(rank for rank, since in silent.items() if since >= (end or 0.0) - _BEGINS_S)
         unseen = tuple(rank for rank in silent if rank not in young)
         sampled = evidence.samples[-1].get("ranks") if evidence.samples else None

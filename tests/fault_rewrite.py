@@ -109,7 +109,7 @@ SOURCES = (
 
 def without(run_dir: Path, copy: Path, source: str) -> Path:
     """A copy of a run folder that lacks one source of evidence."""
-    shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("data", "pipe-*", "ballast"))
+    shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("data", "pipe-*", "ballast", ".*.partial"))
     victims = {
         "endings": [*copy.glob("workers/*")],
         "fault files": [*copy.glob("logs/*.fault")],
