@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 from fault_hosts import fill, make_read_only
 from fault_rewrite import clock_moved, memory_was, rewrite_events, rewrite_samples, take_pid
@@ -181,8 +182,17 @@ def everything_killed_and_counted(live: Live) -> None:
 
 
 def memory_seen(used: float) -> Callable[[Live], None]:
-    """Afterwards: the samples of the last minutes had seen this share of the limit in use."""
-    return lambda live: rewrite_samples(live.run_dir, memory_was(used))
+    """Afterwards: the samples of the last minutes, and the last look at a death, had seen this share of it in use."""
+
+    def at_death(event: dict[str, Any]) -> None:
+        if "memory" in event["detail"]:
+            memory_was(used)(event["detail"])
+
+    def after(live: Live) -> None:
+        rewrite_samples(live.run_dir, memory_was(used))
+        rewrite_events(live.run_dir, at_death)
+
+    return after
 
 
 def rebooted(live: Live) -> None:
