@@ -152,9 +152,9 @@ def failed_to_stop(exits: Sequence[Exit]) -> Exit | None:
     for exit in sorted(exits, key=lambda exit: exit.mono):
         ours = exit.asked and exit.signal in (signal.SIGTERM, signal.SIGKILL)
         # By the code alone where a full disk took no sentence of it.
-        left = exit.well or ours or exit.error in (Interrupted.__name__, SupervisorGone.__name__)
-        left = left or (not exit.error and exit.code == Interrupted.exit_code)
-        if not left and not (exit.error and _named(exit).cascade):
+        mute = not exit.error and exit.code == Interrupted.exit_code
+        left = exit.well or mute or exit.error in (Interrupted.__name__, SupervisorGone.__name__)
+        if not (ours or left or (exit.error and _named(exit).cascade)):
             return exit
     return None
 

@@ -117,7 +117,7 @@ class Supervision:
         )
         judged = Judged("hang.io", seat.rank, WorkerHung.exit_code, said)
         self.log.write("gave up", "", attempt=team.number, code=judged.code, ranks=team.ranks, reason=said)
-        team.fail(judged, said)
+        team.fail(judged, "")
 
     def _start(self, team: Team) -> None:
         now = time.monotonic()
@@ -126,8 +126,7 @@ class Supervision:
         team.begin(now)
         self.log.write("attempt started", attempt=team.number, reason=team.reason, saved=team.saved, ranks=team.ranks)
         environment = environment_of(self.spec)
-        for seat in team.seats:
-            seat.forget()
+        team.forget_endings()
         for seat in team.seats:
             try:
                 seat.start(team.number, environment)
@@ -148,8 +147,7 @@ class Supervision:
         exit_code = error.exit_code if isinstance(error, DflashError) else WorkerFailed.exit_code
         judged = Judged(code, rank, exit_code, said)
         team.close(judged, None, time.monotonic())
-        for seat in team.seats:
-            seat.forget()
+        team.forget_endings()
         self._decide(team, judged)
 
     def _failed(self, team: Team, hang: Hang | None = None) -> None:

@@ -59,6 +59,11 @@ class Team:
         watch = self.watches.get(rank)
         return watch.beat.phase if watch is not None and watch.beat is not None else ""
 
+    def forget_endings(self) -> None:
+        """What ended before is no ending of the next attempt, nor of one that could not start."""
+        for seat in self.seats:
+            seat.forget()
+
     def begin(self, now: float) -> None:
         """A new attempt starts."""
         self.state, self._started, self.look_due = "running", now, now

@@ -114,16 +114,11 @@ def elsewhere(evidence: Evidence) -> bool:
     then, now = _identity(evidence), evidence.now
     if then["boot"] is not None and then["boot"] == now.boot_id:
         return False
-    return then["host"] not in (None, "", now.host) or _namesake(evidence, then["boot"])
-
-
-def _namesake(evidence: Evidence, boot: str | None) -> bool:
-    """Whether this host has the run's name and is another: its boot is another one and ran while the run still did.
-
-    A pod that was moved keeps its name, so does `docker --hostname`, and many hosts are "localhost".
-    """
-    now = evidence.now
-    return boot is not None and now.boot_id is not None and boot != now.boot_id and _booted_before_the_end(evidence)
+    if then["host"] not in (None, "", now.host):
+        return True
+    # Another host of the same name, whose boot ran while the run still did: a pod that was moved keeps its name, so
+    # does `docker --hostname`, and many hosts are "localhost".
+    return then["boot"] is not None and now.boot_id is not None and _booted_before_the_end(evidence)
 
 
 def _booted_before_the_end(evidence: Evidence) -> bool:

@@ -132,7 +132,7 @@ class Seat:
         found, status, used = os.wait4(self.pid, os.WNOHANG)
         if not found:
             return None
-        # Now, while nobody else can have been given this session's number.
+        # Now, while nobody else can have been given this number.
         self._leftovers = session_members(self.pid)
         code = os.waitstatus_to_exitcode(status)
         ending = read_if_whole(ending_path(self.spec.run_dir, self.spec.role, self.rank))
