@@ -57,7 +57,8 @@ def test_dropped_files_are_no_longer_in_memory(tmp_path: Path) -> None:
     (tmp_path / "x").read_bytes()
     assert measure.cached_share(tmp_path) == 1
     measure.drop_cache(tmp_path)
-    assert measure.cached_share(tmp_path) < 0.1
+    shares = [measure.cached_share(tmp_path) for _ in range(3)]  # asking brings nothing in
+    assert max(shares) < 0.1, shares
 
 
 def test_lengths_fill_the_tokens() -> None:
