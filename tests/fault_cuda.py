@@ -16,13 +16,12 @@ from shared import phases
 HELD_BYTES = 1 << 30
 # Two minutes at 1.7 GHz, should nobody end it: no kernel may be left on the GPU for ever.
 ASLEEP_CYCLES = 200_000_000_000
-_WILD_WRITE = 'extern "C" __global__ void wild_write(float* out) { out[1LL << 40] = 1.0f; }'
+FAR_AWAY = 1 << 42
 
 
 def work(run_dir: Path, rank: int, world_size: int) -> None:
     """Steps and checkpoints with a matrix product before each moment."""
     toy = CudaToy(Plan.read(run_dir), run_dir, rank, world_size)
-    toy.reporter.update(phases.LOAD, 0, None, "modules")
     toy.begin()
     toy.peers.join()
     toy.loop()
@@ -35,18 +34,27 @@ class CudaToy(Toy):
     square: Any
 
     def begin(self) -> None:
-        """Take memory of this rank's GPU."""
+        """Take memory of this rank's GPU. Each thing that takes seconds is a step of its own: limits are short here."""
+        self.reporter.update(phases.LOAD, 0, None, "parts")
         import torch
 
+        self.reporter.update(phases.LOAD, 1, None, "parts")
         torch.cuda.set_device(self.rank % torch.cuda.device_count())
         self.held = torch.ones(HELD_BYTES // 4, device="cuda")
+        self.reporter.update(phases.LOAD, 2, None, "parts")
         self.square = torch.ones(512, 512, device="cuda")
+        self.multiply()
+        self.reporter.update(phases.LOAD, 3, None, "parts")
+
+    def multiply(self) -> None:
+        """Work on the GPU, and wait for it."""
+        assert float((self.square @ self.square).mean()) == 512.0
 
     def tick(
         self, phase: str, number: int, done: float = 0.0, total: float | None = None, unit: str = "modules"
     ) -> None:
         """One moment, after some work."""
-        assert float((self.square @ self.square).mean()) == 512.0
+        self.multiply()
         super().tick(phase, number, done, total, unit)
 
 
@@ -59,10 +67,13 @@ def device_assert(_: Toy) -> None:
 
 
 def illegal_address(toy: CudaToy) -> None:
-    """A kernel writes 4 TiB past its tensor."""
+    """A kernel writes 4 TiB past a tensor, into a storage that is not there: no compiler is needed for that."""
     import torch
 
-    torch.cuda._compile_kernel(_WILD_WRITE, "wild_write")(grid=(1, 1, 1), block=(1, 1, 1), args=[toy.square])
+    nowhere = torch._C._construct_storage_from_data_pointer(
+        toy.square.data_ptr() + FAR_AWAY, toy.square.device, toy.square.nbytes
+    )
+    torch.empty(0, device="cuda").set_(nowhere).fill_(1.0)
     torch.cuda.synchronize()
 
 

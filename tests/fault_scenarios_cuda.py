@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import fault_acts as acts
-from fault_names import HANG, KILLED, hang, tree
+from fault_names import KILLED, hang, tree
 from fault_run import Expect, Live, Scenario
 
 _FREE_WITHIN_S = 10.0
@@ -68,5 +68,10 @@ CUDA = [
     on_gpu("out of memory", _OOM, fault="fault_cuda:out_of_memory", roles=("extract",), world=1),
     on_gpu("SIGKILL", KILLED, act=acts.kill, prompt=True),
     on_gpu("everything killed", tree("tree.killed", "proved", "likely"), act=acts.everything_killed),
-    on_gpu("a kernel that does not end", hang("busy", "hang.wait"), fault="fault_cuda:sleep_on_the_gpu", spec=HANG),
+    on_gpu(
+        "a kernel that does not end",
+        hang("busy", "hang.wait"),
+        fault="fault_cuda:sleep_on_the_gpu",
+        spec={"hang_limit_scale": 0.04},  # 12 s for each part of the loading, 2.4 s for a step
+    ),
 ]
