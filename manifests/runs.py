@@ -75,17 +75,18 @@ def recording(folder: Path, command: str, config: dict[str, Any]) -> Iterator[Re
         except BaseException as error:
             if run.handed_over:
                 raise
-            code = (
-                error.exit_code
-                if isinstance(error, DflashError)
-                else Interrupted.exit_code
-                if isinstance(error, KeyboardInterrupt | StopRequest)
-                else 1
-            )
-            state = state_of(error, code)
-            message = str(error) if state == "interrupted" else f"{type(error).__name__}: {error}"
+            # At once: a second request to stop must not come between the first and its record.
             # A disk that is full takes no record either; the fault itself is what the user must read.
             with shielded(), suppress(DiskFull, PathNotWritable):
+                code = (
+                    error.exit_code
+                    if isinstance(error, DflashError)
+                    else Interrupted.exit_code
+                    if isinstance(error, KeyboardInterrupt | StopRequest)
+                    else 1
+                )
+                state = state_of(error, code)
+                message = str(error) if state == "interrupted" else f"{type(error).__name__}: {error}"
                 ledger.append(
                     RunRecord(run_id=run.run_id, command=command, state=state, exit_code=code, message=message)
                 )
