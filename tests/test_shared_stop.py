@@ -24,7 +24,7 @@ def hold(folder):
     with recorded(pathlib.Path(folder), "eval", {}):
         try:
             pathlib.Path(folder, "working").touch()
-            time.sleep(30)
+            time.sleep(120)
         finally:
             pathlib.Path(folder, "left").touch()
 module = types.ModuleType("hold_command"); module.hold = hold; sys.modules["hold_command"] = module
@@ -50,8 +50,9 @@ def test_every_request_leaves_its_record_and_one_line(tmp_path: Path, requests: 
         for name in requests:
             child.send_signal(getattr(signal, name))
             while not (tmp_path / "left").exists():
+                assert child.poll() is None or (tmp_path / "left").exists()
                 time.sleep(0.001)
-        _, said = child.communicate(timeout=20)
+        _, said = child.communicate(timeout=60)
     assert child.returncode == 75
     assert len(said.splitlines()) == 1
     assert said.startswith("stopped on request (SIG")
