@@ -50,7 +50,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     told = {name: getattr(found, name) for name in STATE}
     assert told == STATE
     assert (found.sequence, found.alive_count) == (1, 1)
-    assert abs(found.alive - time.monotonic()) < 5
+    assert abs(found.alive - time.monotonic()) < 30
     assert beat.path.stat().st_blocks * 512 >= SIZE
 
 
@@ -159,8 +159,8 @@ def test_a_reader_and_kills_at_any_moment(tmp_path: Path) -> None:
         with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
             writer.stdout.readline()
-            last, end = 0, time.monotonic() + rng.uniform(0.0, 0.05)
-            while time.monotonic() < end:
+            last, end, enough = 0, time.monotonic() + rng.uniform(0.0, 0.05), read + 10
+            while time.monotonic() < end or read < enough:  # this process may be let run late
                 found = read_beat(path)
                 assert found is not None
                 assert found.done == found.numbers["again"] == found.sequence >= last
