@@ -79,9 +79,10 @@ def test_reports_of_several_threads_do_not_tear(tmp_path: Path) -> None:
 
 def test_the_process_has_one_beat_and_says_that_it_lives(tmp_path: Path) -> None:
     code = f"""
-import time
+import os, time
 from pathlib import Path
-from shared.reporter import Reporter
+from shared.beat import read_beat
+from shared.reporter import Reporter, progress_path
 folder = Path({str(tmp_path)!r})
 own = Reporter(folder, "toy", 0)
 own.adopt()
@@ -89,9 +90,13 @@ own.update("import", 0, None, "modules")
 own.saved(3)
 Reporter(folder, "toy", 0).update("step", 1, 5, "steps")
 Reporter(folder, "toy", 1).update("step", 2, 5, "steps")
-time.sleep(1.2)
+while read_beat(progress_path(folder, "toy", 0)).alive_count < 2:
+    time.sleep(0.01)
+os._exit(0)  # before the third sign of life, a second later
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env={"DFLASH_ATTEMPT": "3"})
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, env={"DFLASH_ATTEMPT": "3"}, timeout=60)
+    assert time.monotonic() - began > 1.0, "one a second"
     found, other = beat_of(tmp_path), beat_of(tmp_path, 1)
     assert (found.sequence, found.phase, found.saved, found.attempt) == (3, "step", 3, 3)
     assert found.alive_count == 2
