@@ -60,6 +60,7 @@ def test_kill_while_writing_never_leaves_a_torn_file(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from shared.atomic import write_bytes
+        write_bytes(Path(sys.argv[1]), b"a" * 200_000)
         print("ready", flush=True)
         while True:
             for byte in (b"a", b"b"):
