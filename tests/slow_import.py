@@ -1,4 +1,4 @@
-"""A module that takes a while to import, for a request that comes meanwhile."""
+"""A module whose import takes until a request to stop has come."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import os
 import time
 from pathlib import Path
 
+from shared.worker import stop_requested
+
 Path(os.environ["SLOW_IMPORT"]).write_text("importing")
-time.sleep(1.0)
+deadline = time.monotonic() + 60
+while not stop_requested() and time.monotonic() < deadline:
+    time.sleep(0.01)
 
 
 def main(run_dir: Path, rank: int, world_size: int) -> None:
