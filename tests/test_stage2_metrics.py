@@ -111,6 +111,7 @@ def test_the_speed_is_of_training_alone(store: Path, tmp_path: Path) -> None:
     feed = make_feed(Prefetcher(stream(parts.builder, parts.share, 0, 0)), ALONE.device)
     metrics = Metrics(parts, state)
     time.sleep(0.2)  # compiling
+    began = time.perf_counter()
     metrics.start(state, feed)
     work = 0.0
     for _ in range(2):
@@ -118,15 +119,18 @@ def test_the_speed_is_of_training_alone(store: Path, tmp_path: Path) -> None:
         metrics.add(rows.parts)
         work += sum(step_flops(parts.drafter.config, batch, 3) for batch in rows.parts)
     with metrics.outside():
+        left = time.perf_counter()
         time.sleep(0.5)
+        outside = time.perf_counter() - left
     time.sleep(0.1)
     state |= {"tokens": 10**9 + 100, "global_step": 72}
     metrics.log(state, feed)
+    whole = time.perf_counter() - began
     feed.close()
     metrics.close()
     speed = {record["name"]: record["value"] for record in read(tmp_path / "run", "metrics")}
     seconds = 2 * speed["step_seconds"]
-    assert 0.1 <= seconds < 0.45
+    assert 0.1 <= seconds <= whole - outside
     assert speed["tokens_per_second"] * seconds == pytest.approx(100)
     assert speed["tflops"] * seconds * 1e12 == pytest.approx(work)
 
@@ -137,7 +141,7 @@ def test_a_slow_disk_shows_as_data_wait(store: Path, tmp_path: Path, monkeypatch
     build = parts.builder.build
 
     def slow(*arguments: Any, **named: Any) -> Any:
-        time.sleep(0.15)
+        time.sleep(0.5)  # far longer than a step, also on a busy machine
         return build(*arguments, **named)
 
     monkeypatch.setattr(parts.builder, "build", slow)
