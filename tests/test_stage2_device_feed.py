@@ -91,13 +91,14 @@ def test_on_a_cpu_a_run_copies_nothing(stores: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("kind", [Feed, DeviceFeed])
 def test_waiting_is_measured_and_only_waiting(stores: dict[str, Path], kind: type[Feed]) -> None:
-    ready = threading.Event()
+    ready, all_read = threading.Event(), threading.Event()
 
     def slow() -> Iterator[StepRows]:
         first, *others = itertools.islice(steps_of(stores["bfloat16"]), 3)
         yield first
         ready.wait()
         yield from others
+        all_read.set()
 
     steps = Prefetcher(slow())
     feed = kind(steps) if kind is Feed else DeviceFeed(steps, CPU)
@@ -105,12 +106,14 @@ def test_waiting_is_measured_and_only_waiting(stores: dict[str, Path], kind: typ
     feed.waited()
     time.sleep(0.1)
     assert feed.waited() == 0.0
-    threading.Timer(0.3, ready.set).start()
+    threading.Timer(0.5, ready.set).start()
+    began = time.perf_counter()
     list(next(feed).placed())
-    assert 0.2 < feed.waited() < 2.0
-    time.sleep(0.1)
+    assert 0.2 < feed.waited() <= time.perf_counter() - began
+    assert all_read.wait(60)
+    time.sleep(0.1)  # the copying thread takes it over
     list(next(feed).placed())
-    assert feed.waited() < 0.1
+    assert feed.waited() < 0.2
     feed.close()
 
 
