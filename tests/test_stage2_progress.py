@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -88,19 +89,24 @@ def test_a_resumed_run_counts_the_bytes_it_loads(store: Path, tmp_path: Path, mo
 
 def test_a_loop_that_waits_for_data_says_what_was_read() -> None:
     waits = 0
+    waited_twice = threading.Event()
 
     def waiting() -> None:
         nonlocal waits
         waits += 1
+        if waits == 2:
+            waited_twice.set()
 
     def slow() -> object:
-        time.sleep(0.35)
+        assert waited_twice.wait(60)
         return 1
 
+    began = time.monotonic()
     reading: Prefetcher[object] = Prefetcher((slow() for _ in range(2)), 1, waiting)
     assert next(reading) == 1
+    seconds = time.monotonic() - began
     reading.close()
-    assert 2 <= waits <= 5
+    assert 2 <= waits <= seconds / 0.1, "ten times a second"
 
 
 def test_a_large_state_is_told_piece_by_piece(tmp_path: Path) -> None:
