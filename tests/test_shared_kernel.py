@@ -163,7 +163,8 @@ def test_this_host_has_an_identity_and_memory() -> None:
     assert (kernel.pid_namespace() or "").startswith("pid:[")
     memory = kernel.memory()
     assert 0 < (memory["available"] or 0) < (memory["total"] or 0)
-    assert abs((kernel.boot_time() or 0) + time.monotonic() - time.time()) < 3600
+    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)  # the monotonic clock stands still in a suspended machine
+    assert abs((kernel.boot_time() or 0) + since_boot - time.time()) < 3600
 
 
 @pytest.fixture
@@ -179,7 +180,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
