@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from supervised import alive, until
 
 from manifests.launch import LaunchSpec, run_workers
 from manifests.launch_spec import log_path
@@ -38,7 +39,7 @@ def test_a_users_fault_keeps_its_class_and_ends_the_others(tmp_path: Path) -> No
     with pytest.raises(MaskTokenInUse) as caught:
         run_workers(dataclasses.replace(spec(tmp_path, "user_fault_on_one"), hang_limit_scale=0.1))
     assert str(caught.value) == "mask token 7 occurs 3 times"
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 55  # by itself the other would end after a minute
 
 
 @pytest.mark.parametrize(
@@ -96,20 +97,13 @@ run_workers(LaunchSpec(run_dir=Path({str(tmp_path)!r}), role="toy", entry="toy_w
         parent.kill()
     wait_for(tmp_path / "saved-0")
     pid = int((tmp_path / "alive-0").read_text())
-    deadline = time.monotonic() + 20
-    while (
-        Path(f"/proc/{pid}/cmdline").exists()
-        and Path(f"/proc/{pid}/cmdline").read_bytes()
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/cmdline").read_bytes() == b""
+    until(lambda: not alive(pid), 60)
 
 
 def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not all(path.exists() and (path.read_text() or path.stat().st_size) for path in paths):
-        assert time.monotonic() < deadline, f"none of {paths} within 30 s"
+        assert time.monotonic() < deadline, f"not all of {paths} within 60 s"
         time.sleep(0.02)
 
 
