@@ -37,10 +37,10 @@ def be_killed() -> None:
 
 def hang_in_c() -> None:
     """Where no Python code runs until it ends."""
-    ctypes.CDLL(None).sleep(60)
+    ctypes.CDLL(None).sleep(120)
 
 
 def hang_with_a_child(pid_file: str) -> None:
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "120"])
     Path(pid_file).write_text(str(child.pid))
-    time.sleep(60)
+    time.sleep(120)

