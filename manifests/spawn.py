@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from manifests.launch_spec import LaunchSpec
 from shared.atomic import held_locks
 from shared.phases import SCALE_VARIABLE
+from shared.ports import free_port
 
 
 def spawn(
@@ -58,9 +58,6 @@ def _open_descriptors() -> list[int]:
 def environment_of(spec: LaunchSpec) -> dict[str, str]:
     """What all ranks of one attempt are started with: a rendezvous of their own, threads that fit the cores."""
     threads = max(1, (os.cpu_count() or 1) // spec.num_workers)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     # OpenMP threads that spin while waiting made two busy workers on two cores 4x slower: wait passively.
     defaults = {
         "OMP_NUM_THREADS": str(threads),
@@ -70,7 +67,7 @@ def environment_of(spec: LaunchSpec) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
     }
     fixed = {
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(spec.num_workers),
         "PYTHONUNBUFFERED": "1",
         "DFLASH_PARENT_PID": str(os.getpid()),

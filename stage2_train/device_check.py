@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import tempfile
 import time
 import warnings
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from shared.ports import free_port
 from stage2_train import drafter as drafter_module
 from stage2_train.attention import Layout, Tiles, additive, build_masks, dense_mask
 from stage2_train.batch import Batch
@@ -161,11 +161,8 @@ def step(device: str) -> dict[str, Any]:
 def together(devices: str) -> dict[str, Any]:
     """A sum over the devices (separated by commas), a process each, as training adds gradients: NCCL, on CPUs gloo."""
     names = devices.split(",")
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        spawn(_rank, (names, port, folder), nprocs=len(names))
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (names, free_port(), folder), nprocs=len(names))
         told: dict[str, Any] = json.loads((Path(folder) / "told").read_text())
     return told
 

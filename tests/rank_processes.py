@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from manifests.runs import recorded
 from shared.errors import DflashError
+from shared.ports import free_port
 from stage2_train import launch_train
 from stage2_train import train as train_module
 from stage2_train.config import TrainConfig
@@ -31,9 +31,7 @@ def together(folder: Path, world_size: int, function: Callable[..., Any], *argum
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stage2_train.launch_train", "stage2_train.train", "torch._dynamo"])
     folder.mkdir(exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = [
         context.Process(target=_enter, args=(folder, rank, world_size, port, function, arguments))
         for rank in range(world_size)

@@ -18,6 +18,7 @@ from toy_store import Text, counting_text, counting_texts, make_store
 
 from manifests.commit import read
 from shared.errors import ConfigRefused, Interrupted, NonFinite
+from shared.ports import free_port
 from stage2_train.checkpoint_folder import folder_of, newest_complete
 from stage2_train.packing import epoch_rows, rank_rows
 
@@ -216,12 +217,8 @@ def test_a_gradient_that_breaks_in_backward_names_the_parameter(
 
 def test_two_nodes_under_torchrun_train_what_one_process_does(store: Path, tmp_path: Path) -> None:
     """Two torchrun agents that meet at a port, as on two machines that share the run folder."""
-    from socket import socket
-
     run_here(config_of(store, tmp_path / "one", **STEPS))
-    with socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     config = config_of(store, tmp_path / "two")
     agents = [
         subprocess.Popen(
