@@ -14,6 +14,7 @@ from manifests.evidence import Evidence
 from manifests.evidence_files import number, whole
 from manifests.verdict import Verdict
 from manifests.verdict_finding import deaths, gib, ranks_text
+from manifests.verdict_host import elsewhere
 from manifests.verdict_signals import signal_name
 
 _MOST_EVENTS = 60
@@ -87,6 +88,7 @@ def ranks(evidence: Evidence, verdict: Verdict) -> str:
     known = sorted({*evidence.beats, *ends})
     if not known:
         return ""
+    without_ending = "not on record, and not seen from here" if elsewhere(evidence) else "gone without a word"
     rows = ["| rank | pid | attempt | phase | done | saved | ended | peak memory |", "|" + "---|" * 8]
     for rank in known:
         death, beat = ends.get(rank), evidence.beats.get(rank)
@@ -100,7 +102,7 @@ def ranks(evidence: Evidence, verdict: Verdict) -> str:
         peak = (death.peak_memory or number(death.ending.get("peak_memory"))) if death else None
         ended = "" if death is None else _end_of(death.signal, death.exit_code, death.error, death.asked)
         if not ended:
-            ended = "lives" if rank in evidence.now.alive_ranks else "gone without a word"
+            ended = "lives" if rank in evidence.now.alive_ranks else without_ending
         cells = [
             f"**{rank}**" if rank in verdict.ranks else str(rank),
             str((death.pid if death else 0) or (beat.pid if beat else "")),

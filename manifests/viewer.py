@@ -140,6 +140,7 @@ def view(started: Started | None) -> None:
 def detach(started: Started | None) -> None:
     """Leave the run to its supervisor, once that has taken it over, and say where it is.
 
+    Who asks it to stop before that (Ctrl-C) is heard: the request is passed on, and the end is waited for as by `view`.
     Raises what ended the run, should it have ended by then.
     """
     if started is None:
@@ -150,6 +151,9 @@ def detach(started: Started | None) -> None:
     while code is None and not events.has_any() and time.monotonic() < deadline:
         time.sleep(_POLL_S / 2)
         code = _ended(started.pid)
+    if code is None and started.signals.asked:
+        view(started)
+        return
     started.signals.restore()
     if code is not None and (outcome := events.outcome(code)).state != "finished":
         raise outcome.exception()

@@ -33,11 +33,12 @@ def main() -> None:
     from manifests.viewer import detach, view
 
     run_dir, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-    leave = settings.pop("detach", False)
+    leave, asked = settings.pop("detach", False), settings.pop("asked", [])
 
     def run(**_: Any) -> None:
         with recording(run_dir, "train", {}) as run:
             started = start_supervisor(run, LaunchSpec(run_dir=run_dir, role="train", **settings))
+        started.signals.asked += asked  # as if signals had come before anybody looked on
         (detach if leave else view)(started)
 
     shared.cli.cli.main = run  # type: ignore[method-assign]

@@ -96,6 +96,16 @@ def test_gaps_and_earlier_attempts_are_said() -> None:
     assert "attempt 1: rank 1 was killed (SIGKILL)" in text
 
 
+def test_a_rank_is_not_called_gone_from_a_host_that_cannot_see_it() -> None:
+    night = Night()
+    night.sampled(30)
+    night.beating(30.3)
+    here, there = night.evidence(300.0), night.evidence(300.0, host="login1", boot_id="another")
+    assert page(here, verdict(here)).count("| gone without a word |") == night.ranks
+    assert "gone without a word" not in (told := page(there, verdict(there)))
+    assert told.count("| not on record, and not seen from here |") == night.ranks
+
+
 def test_a_long_life_is_cut_in_the_middle() -> None:
     night = Night()
     for attempt in range(500):

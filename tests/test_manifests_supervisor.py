@@ -348,6 +348,13 @@ def test_detach_returns_at_once_and_says_where_the_run_is(folder: Path, monkeypa
     until(lambda: events(folder, "supervisor ended"))
 
 
+def test_a_stop_asked_before_detach_has_left_is_passed_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_STEPS", LONG)
+    code, _, said = supervised.run(folder, "steps", detach=True, asked=["Ctrl-C"])
+    assert code == Interrupted.exit_code, said
+    assert "Ctrl-C" in events(folder, "stop asked")[0]["message"]
+
+
 def test_workers_of_a_killed_supervisor_save_and_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY_STEPS", LONG)
     with start(folder, "steps") as process:
