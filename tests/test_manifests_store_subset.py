@@ -230,9 +230,9 @@ def test_a_large_store_is_chosen_from_quickly() -> None:
     """Drawing from a million documents; what reads records is DuckDB's."""
     import time
 
-    started = time.perf_counter()
+    started = time.process_time()
     assert drawn(np.arange(1_000_000), 1000, 0, 1_000_000).sum() == 1000
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
 
 
 def test_it_works_without_the_suffix(tmp_path: Path) -> None:

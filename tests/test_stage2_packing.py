@@ -53,11 +53,11 @@ def test_rows_are_a_sequence_like_any_other(sizes: list[int], longest: int) -> N
 
 
 def test_a_million_documents_are_packed_at_once() -> None:
-    """0.3 s on two busy cores; the slow way takes four. The bound is loose, the clock is not ours alone."""
+    """0.3 s of processor time; the slow way takes four. The bound is loose: other processes slow a core down."""
     sizes = np.random.default_rng(0).integers(100, 4000, 1_000_000).astype(np.int32)
-    started = time.perf_counter()
+    started = time.process_time()
     rows = epoch_rows(sizes, 3072, 0, 0)
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
     assert len(rows) > 500_000
     assert sum(len(row) for row in rows[:100]) == int(rows.starts[100])
 

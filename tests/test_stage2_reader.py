@@ -28,7 +28,9 @@ ROWS = 8
 WORLDS = (1, 2, 4, 8)
 ARRAYS = ("features", "context_positions", "anchor_positions", "anchor_tokens", "start", "end", "labels", "counted")
 # The store is only read, so examples may share it.
-shared_store = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+shared_store = settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @pytest.fixture(scope="module")
@@ -215,21 +217,21 @@ def million(tmp_path_factory: pytest.TempPathFactory) -> TeacherStore:
 
 
 def test_a_million_documents_are_opened_chosen_and_ordered_in_moments(million: TeacherStore) -> None:
-    """0.5 s in all on two idle cores; the bounds are loose, because the cores are seldom ours alone."""
+    """0.5 s of processor time in all: the cores are seldom ours alone."""
     opened = TeacherStore(million.location, million.blocks)
-    times = [time.perf_counter()]
+    times = [time.process_time()]
     assert len(opened.documents) == 1_000_000
-    times.append(time.perf_counter())
+    times.append(time.process_time())
     documents, left_out = select(opened, "train")
-    times.append(time.perf_counter())
+    times.append(time.process_time())
     assert 900_000 < len(documents) + left_out < 1_000_000
     assert (np.diff(documents.index) > 0).all()
     assert (documents.n_supervised >= 2).all()
     assert not documents.heldout.any()
-    times.append(time.perf_counter())
+    times.append(time.process_time())
     config = TrainConfig(store="x", epochs=1)
     assert total_steps(documents.length, config) > 80_000
-    times.append(time.perf_counter())
+    times.append(time.process_time())
     seconds = np.diff(times)
     assert seconds[0] < 1.0
     assert seconds[1] < 1.5
