@@ -36,7 +36,9 @@ shapes = st.tuples(st.integers(1, 40), st.sampled_from([(), (3,), (2, 5)]), st.i
 @given(
     case=shapes, dtype=st.sampled_from(["uint8", "int8", "int32", "uint16", "float32", "int64"]), seed=st.integers(0, 9)
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_bytes_equal_zarr_python_and_any_range_reads_back(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[int, tuple[int, ...], int, int], dtype: str, seed: int
 ) -> None:
