@@ -98,7 +98,11 @@ def test_ranges_into_any_buffers_are_those_of_the_file(there: Objects, local: Pa
     assert files.read_bytes(name) == (local / name).read_bytes()
 
     @given(st.integers(0, size), st.lists(st.integers(1, 3000), min_size=1, max_size=4), st.booleans())
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
     def check(offset: int, lengths: list[int], ask_size: bool) -> None:
         if ask_size:
             files.size(name)
@@ -154,7 +158,7 @@ def refused(kind: type[DflashError], url: str, *parts: str) -> None:
     started = time.monotonic()
     with pytest.raises(kind) as caught:
         open_store(url)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # the library's own patience is three minutes
     assert "\n" not in str(caught.value)
     for part in (url, *parts):
         assert part in str(caught.value)
