@@ -210,7 +210,14 @@ def test_a_waiting_worker_sees_that_room_was_made(disk: SmallDisk, monkeypatch: 
     disk.mount("size=8m")
     waiting = watched(disk.disk / "x.zarr", wait=True)
     disk.fill()
-    freed = threading.Timer(0.35, disk.empty)
+
+    def free_it() -> None:
+        deadline = time.monotonic() + 60
+        while len(waiting.reports) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        disk.empty()
+
+    freed = threading.Thread(target=free_it)
     freed.start()
     waiting.headroom.require(0)
     freed.join()
