@@ -191,5 +191,6 @@ def test_rmsnorm_works_in_float32_and_returns_the_dtype_of_its_input() -> None:
 
 def test_multiplier_and_soft_cap_reach_the_logits() -> None:
     config = config_of(output_multiplier=0.5, final_logit_softcapping=2.0)
+    torch.manual_seed(0)
     hidden, head = torch.randn(3, 24), torch.randn(50, 24)
     torch.testing.assert_close(logits(hidden, head, config), 2.0 * torch.tanh(hidden @ head.T * 0.5 / 2.0))
