@@ -130,11 +130,11 @@ def test_sigterm_saves_and_the_same_command_goes_on(store: Path, tmp_path: Path)
     process = subprocess.Popen(
         command(config, *more), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 90
     while time.monotonic() < deadline and len(curve(tmp_path / "run")) < 3:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=90)
     assert process.returncode == Interrupted.exit_code, said
     assert "checkpoint saved" in said
     folder, _ = newest_complete(tmp_path / "run")
@@ -144,10 +144,10 @@ def test_sigterm_saves_and_the_same_command_goes_on(store: Path, tmp_path: Path)
     resumed = subprocess.Popen(
         command(config, *more), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    while time.monotonic() < deadline + 60 and max(curve(tmp_path / "run")) < step + 10:
+    while time.monotonic() < deadline + 90 and max(curve(tmp_path / "run")) < step + 10:
         time.sleep(0.1)
     resumed.send_signal(signal.SIGTERM)
-    _, said = resumed.communicate(timeout=60)
+    _, said = resumed.communicate(timeout=90)
     assert resumed.returncode == Interrupted.exit_code
     assert f"continuing {folder}" in said
 
@@ -159,7 +159,7 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost_or_repeated(store:
     config = config_of(store, tmp_path / "run")
     options = [f"--{name.replace('_', '-')}={value}" for name, value in changes.items()]
     process = subprocess.Popen(command(config, *options), env=environment(), stderr=subprocess.PIPE, text=True)
-    until(lambda: len(curve(tmp_path / "run")) >= 7, 60)
+    until(lambda: len(curve(tmp_path / "run")) >= 7, 120)
     (spawned,) = events(tmp_path / "run", "worker spawned")
     os.kill(spawned["detail"]["pid"], signal.SIGKILL)
     _, said = process.communicate(timeout=100)
