@@ -88,7 +88,7 @@ def ending(run_dir: Path) -> tuple[str, int | None, str]:
     return last["state"], last["exit_code"], last["message"]
 
 
-def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Wait for something; returns what the condition gave."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):

@@ -83,7 +83,7 @@ def require_undisturbed(run: Path) -> None:
     assert len([event for event in collect(run).events if event["event"] == "attempt started"]) == 1
     for rank in range(2):
         assert (run / "toy" / f"result-{rank}").read_text() == str(expected_result(STEPS))
-    wait_for(lambda: not processes_with(str(run)), 10, "the end of all processes")
+    wait_for(lambda: not processes_with(str(run)), 60, "the end of all processes")
 
 
 def test_the_launching_shell_is_killed(run: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_tmux_server_is_killed(run: Path) -> None:
     finally:
         subprocess.run([*tmux, "kill-server"], check=False, stderr=subprocess.DEVNULL)
     require_undisturbed(run)
-    wait_for(lambda: not processes_with(f"supervised.py {run}"), 10, "the end of the viewer")
+    wait_for(lambda: not processes_with(f"supervised.py {run}"), 60, "the end of the viewer")
 
 
 def test_the_terminal_is_closed(run: Path) -> None:
