@@ -154,9 +154,9 @@ def test_following_ends_with_the_run_and_quietly_with_its_reader(tmp_path: Path)
             for process in (follower, left, interrupted):
                 assert process.stdout.readline() == "first\n"
             left.stdout.close()
-            assert left.wait(10) == 0  # though nothing new was printed
+            assert left.wait(60) == 0  # though nothing new was printed
             interrupted.send_signal(signal.SIGINT)
-            assert (interrupted.wait(10), interrupted.stderr.read()) == (130, "")
+            assert (interrupted.wait(60), interrupted.stderr.read()) == (130, "")
             made.log(0, "--- attempt 2 ---\n").log(1, "late rank\n")
             assert follower.stdout.readline() == "--- attempt 2 ---\n"
             assert [follower.stdout.readline() for _ in range(3)] == ["\n", "==> logs/train-1.log <==\n", "late rank\n"]
@@ -164,7 +164,7 @@ def test_following_ends_with_the_run_and_quietly_with_its_reader(tmp_path: Path)
             made.record("failed", exit_code=50)
             child.kill()
             assert follower.stdout.read() == "without an end\n"
-            assert follower.wait(10) == 0
+            assert follower.wait(60) == 0
             assert (left.stderr.read(), follower.stderr.read()) == ("", "")
 
 
@@ -207,7 +207,7 @@ def test_a_disk_that_takes_no_request_is_no_obstacle(tmp_path: Path, monkeypatch
     with holder(tmp_path) as child:
         made = MadeRun(tmp_path).started().supervised(child.pid)
         result = run("stop", tmp_path, "--no-wait")
-        assert (result.exit_code, child.wait(10)) == (0, 0)  # it heard SIGTERM
+        assert (result.exit_code, child.wait(60)) == (0, 0)  # it heard SIGTERM
         made.record("interrupted", exit_code=75)
     with holder(tmp_path):  # a holder that no signal from here can reach
         made.record("started")
@@ -224,9 +224,9 @@ def test_waiting_says_that_nobody_hears(tmp_path: Path, monkeypatch: pytest.Monk
             [sys.executable, "-c", line, "stop", str(tmp_path)], stderr=subprocess.PIPE, text=True
         ) as stop:
             assert stop.stderr is not None
-            until(lambda: f"`kill -CONT {child.pid}` wakes it" in stop.stderr.readline(), "the warning", 20)
+            until(lambda: f"`kill -CONT {child.pid}` wakes it" in stop.stderr.readline(), "the warning", 60)
             stop.send_signal(signal.SIGINT)
-            assert stop.wait(10) == 130
+            assert stop.wait(60) == 130
             assert "the request stays" in stop.stderr.read()
 
 
@@ -277,8 +277,8 @@ def kill_everything(folder: Path, command: subprocess.Popen[Any]) -> None:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-    command.wait(10)
-    until(lambda: not processes_of(folder), "all processes gone", 10)
+    command.wait(60)
+    until(lambda: not processes_of(folder), "all processes gone", 60)
 
 
 def dflash(*arguments: object) -> list[str]:
@@ -314,7 +314,8 @@ def test_stopped_killed_and_resumed_equals_undisturbed_to_the_bit(tmp_path: Path
             assert first.wait(30) == 75
         begin = dflash("resume", folder), Path("/")
     with start(*begin) as second:
-        until(lambda: step() >= 45, "step 45")
+        # Early: it must not come to the estimate at step 70 before all of it is killed.
+        until(lambda: step() >= (45 if stopped_first else 15), "steps after its checkpoint")
         kill_everything(folder, second)
     (row,) = json.loads(subprocess.run(dflash("status", folder, "--json"), capture_output=True, check=True).stdout)
     assert (row["state"], row["run"]["verdict"]["code"]) == ("lost", "tree.killed")
