@@ -256,7 +256,7 @@ def test_a_store_is_followed_while_it_grows(s3: S3, local: Path, tmp_path: Path)
             while block == 0 and not (open_files(url).list("manifest") and blocks_at(url) == [0]):
                 assert time.monotonic() < deadline, "the first block was not published while the extraction went on"
                 time.sleep(0.05)
-    assert follower.wait(60) == 0
+    assert follower.wait(120) == 0
     assert open_store(url).snapshot == open_store(local).snapshot
 
 
@@ -267,7 +267,7 @@ def test_following_outlives_storage_that_is_away_and_ends_when_nothing_more_come
     monkeypatch.setattr(store_push, "_LONGEST_PAUSE_S", 0.05)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     url, lines = s3.make_bucket().url(), only(local, 0, 2)
-    ended = threading.Event()
+    owning, ended = threading.Event(), threading.Event()
 
     def away_for_a_while(number: int, _method: str, _path: str) -> str:
         if number >= 60:
@@ -278,10 +278,12 @@ def test_following_outlives_storage_that_is_away_and_ends_when_nothing_more_come
 
     def extraction() -> None:
         with owned(local):
+            owning.set()
             ended.wait(60)
 
     thread = threading.Thread(target=extraction)
     thread.start()
+    assert owning.wait(60)
     with pytest.raises(StoreIncomplete) as caught:
         push(local, url, PushOptions(watch=True))
     thread.join()
