@@ -36,6 +36,8 @@ FLOOR_S = {
     DRAIN: 300.0,
     DONE: 300.0,
 }
+# However small the scale: a busy machine takes seconds to start an interpreter.
+_LEAST_S = {SPAWN: 5.0}
 # A phase of a newer version, or none: as patient as loading.
 _UNKNOWN_S = 300.0
 # How many times the longest silence that turned out well is still no hang.
@@ -51,4 +53,5 @@ def limit_s(phase: str, longest_gap_s: float, scale: float) -> float:
     """
     if scale == 0 or phase == WAIT_FOR_ROOM:
         return math.inf
-    return scale * max(FLOOR_S.get(phase, _UNKNOWN_S), _FACTOR * longest_gap_s)
+    limit = scale * max(FLOOR_S.get(phase, _UNKNOWN_S), _FACTOR * longest_gap_s)
+    return max(limit, _LEAST_S.get(phase, 0.0))

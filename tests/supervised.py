@@ -21,7 +21,7 @@ from shared.samples import events_path
 HERE = Path(__file__).parent
 # Limits and graces a tenth of the real ones: a toy may take 6 s to start on a machine that is busy with other tests.
 QUICK = 0.1
-# For hangs: a step may be silent for 3 s.
+# For hangs: a step may be silent for 3 s; a start has 5 s at the least.
 HASTY = 0.05
 
 
