@@ -76,19 +76,19 @@ def everything_killed(live: Live) -> None:
     live.rng.shuffle(pids)
     for pid in pids:
         live.send(pid, signal.SIGKILL)
-    live.wait(lambda: not live.processes(), 5, "the end of all processes")
+    live.wait(lambda: not live.processes(), 60, "the end of all processes")
 
 
 def supervisor_killed(live: Live) -> None:
     """Its workers save at their next boundary and leave by themselves."""
     live.send(live.pid, signal.SIGKILL)
-    live.wait(lambda: not live.running and not live.processes(), 20, "the end of workers without a supervisor")
+    live.wait(lambda: not live.running and not live.processes(), 60, "the end of workers without a supervisor")
 
 
 def supervisor_killed_and_asked_at_once(live: Live) -> None:
     """While the workers still live."""
     live.send(live.pid, signal.SIGKILL)
-    live.wait(lambda: not live.running, 5, "the end of the supervisor")
+    live.wait(lambda: not live.running, 60, "the end of the supervisor")
 
 
 def supervisor_stopped(live: Live) -> None:
@@ -115,7 +115,7 @@ def term_twice_to_supervisor(live: Live) -> None:
     live.send(live.pid, signal.SIGTERM)
     time.sleep(0.5)
     live.send(live.pid, signal.SIGTERM)
-    live.wait(lambda: not live.running, 5, "the end after a second request")
+    live.wait(lambda: not live.running, 10, "the end after a second request")
 
 
 def hangup_to_supervisor(live: Live) -> None:
@@ -133,7 +133,7 @@ def stop_asked_twice(live: Live) -> None:
     stop_asked(live)
     time.sleep(0.6)
     write_stop(live.run_dir, True, "dflash stop --now")
-    live.wait(lambda: not live.running, 5, "the end after a second request")
+    live.wait(lambda: not live.running, 10, "the end after a second request")
 
 
 def second_command(live: Live) -> None:
@@ -271,10 +271,10 @@ def evidence_is_noise(live: Live) -> None:
 def room_again(live: Live) -> None:
     """The disk is full until the run has paused; then somebody deletes something."""
     ballast = live.run_dir / "toy" / "data" / "ballast"
-    if live.wait(lambda: bool(live.events("paused")), 20, "a pause"):
+    if live.wait(lambda: bool(live.events("paused")), 60, "a pause"):
         time.sleep(0.5)
         ballast.unlink()
-        live.wait(lambda: bool(live.events("continued")), 20, "going on when there is room")
+        live.wait(lambda: bool(live.events("continued")), 60, "going on when there is room")
 
 
 def read_only_then_kill(live: Live) -> None:

@@ -150,7 +150,7 @@ class Live:
         def there() -> bool:
             return all(self.moment(rank) is not None for rank in ranks) or not self.running
 
-        return self.wait(there, 30.0, "the moment of the fault")
+        return self.wait(there, 60.0, "the moment of the fault")
 
     def worker(self, rank: int) -> int:
         """The pid of a rank's newest process."""
