@@ -13,6 +13,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,10 @@ class S3:
     def make_bucket(self) -> Objects:
         """A new, empty bucket."""
         name = f"b{uuid.uuid4().hex[:16]}"
-        connection = http.client.HTTPConnection("127.0.0.1", self.port)
         headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
-        connection.request("PUT", f"/{name}", headers=headers)
-        assert connection.getresponse().status == 200
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port)) as connection:
+            connection.request("PUT", f"/{name}", headers=headers)
+            assert connection.getresponse().status == 200
         return Objects(name, self.endpoint)
 
 
@@ -108,15 +109,15 @@ class Wire:
                 if fault == "busy":
                     self._send(503, {}, b"<Error><Code>SlowDown</Code><Message>Reduce your rate</Message></Error>")
                     return
-                connection = http.client.HTTPConnection("127.0.0.1", port)
-                connection.request(self.command, self.path, body, dict(self.headers))
-                got = connection.getresponse()
-                data = got.read()
+                # Closed also when whoever asked was killed: one that is left open is an error of some later test.
+                with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+                    connection.request(self.command, self.path, body, dict(self.headers))
+                    got = connection.getresponse()
+                    data = got.read()
                 if fault == "lost answer":  # the server did it, the client never hears
                     self.close_connection = True
                     return
                 self._send(got.status, dict(got.getheaders()), data)
-                connection.close()
 
             def _send(self, status: int, headers: dict[str, str], data: bytes) -> None:
                 self.send_response_only(status)
