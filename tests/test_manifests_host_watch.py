@@ -42,6 +42,7 @@ def test_what_was_counted_before_an_attempt_says_nothing_about_it(tmp_path: Path
 
 def test_a_kill_of_minutes_ago_is_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_watch, "_BEFORE_S", 0.05)
+    monkeypatch.setattr(host_watch, "SAMPLE_EVERY_S", 3600.0)  # however long this machine pauses between two ticks
     (tmp_path / "run").mkdir()
     watch = HostWatch(kernel(tmp_path, 3), tmp_path / "run")
     kernel(tmp_path, 4)
