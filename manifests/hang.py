@@ -26,6 +26,9 @@ STOPPED_AFTER_S = 3.0
 IO_AFTER_S = 2.0
 # The liveness thread beats once a second: up to 1.5 s it lives, beyond 3 s it does not, between we look again.
 _ALIVE_S, _SILENT_S = 1.5, 3.0
+# A beat this long after the last progress came while it was silent; an earlier one says nothing about what it does now:
+# limits of 1.2 s called a held GIL a wait, by a beat from just before.
+_INTO_SILENCE_S = 0.5
 _BUSY_SHARE = 0.5
 # Ranks in step fall silent within moments of each other: wait for all before choosing whom to name.
 _MARGIN_S = 2.0
@@ -57,6 +60,11 @@ class Look:
         return self.silent_s > self.limit_s
 
     @property
+    def beat_in_silence(self) -> bool:
+        """Whether Python ran after it had stopped making progress."""
+        return self.alive_s is not None and self.silent_s - self.alive_s >= _INTO_SILENCE_S
+
+    @property
     def stopped(self) -> bool:
         """Whether it is stopped for long enough to say so."""
         return self.state in ("T", "t") and self.state_s >= STOPPED_AFTER_S
@@ -83,7 +91,7 @@ def name_of(look: Look) -> str | None:
         return IO if look.state_s >= IO_AFTER_S else None
     if look.alive_s is not None and look.alive_s >= _SILENT_S:
         return GIL
-    if look.alive_s is not None and look.alive_s > _ALIVE_S:
+    if look.alive_s is not None and (look.alive_s > _ALIVE_S or (look.over and not look.beat_in_silence)):
         return None
     if look.phase in _BEFORE_WORK:
         return STARTUP
