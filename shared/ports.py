@@ -32,5 +32,5 @@ def free_port() -> int:
 
 def _bound(port: int) -> int:
     with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", port))
+        probe.bind(("", port))  # on all addresses, as the store of torch.distributed listens
         return int(probe.getsockname()[1])
