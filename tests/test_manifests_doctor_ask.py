@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from supervised import alive, until
 
 from manifests.doctor_ask import Answer, Question, ask, place, read_answer
-from shared.kernel import process
 
 TESTS = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -60,8 +60,8 @@ def test_what_hangs_is_named_and_ended_with_all_that_it_started(tmp_path: Path) 
     assert (found.ending, found.immortal) == ("late", False)
     assert found.sentence().startswith("no answer after 8 s in ")
     assert found.where.endswith("in hang_with_a_child")
-    left = process(int(note.read_text()))
-    assert left is None or left.state == "Z"
+    child = int(note.read_text())
+    until(lambda: not alive(child))  # a killed process must run once more to end: on busy cores that takes a moment
 
 
 @pytest.mark.crash
