@@ -387,7 +387,7 @@ def test_what_a_dead_worker_started_is_swept(folder: Path, monkeypatch: pytest.M
     monkeypatch.setenv("TOY", "child@3/0/1")
     code, _, said = supervised.run(folder, "steps", 1, restarts=1)
     assert code == 0, said
-    assert not alive(int((folder.parent / "child").read_text()))
+    until(lambda: not alive(int((folder.parent / "child").read_text())))
 
 
 @pytest.mark.parametrize(
