@@ -147,11 +147,18 @@ def judge_kill(evidence: Evidence, death: Death, victims: int) -> Kill:
             return Kill("unknown", UNKNOWN, reason, facts, ())
         unsure = "the samples did not see the cgroup full, another process of it may have been the victim"
         return Kill("sig.kill.oom_cgroup", LIKELY, "probably by the kernel's OOM killer", (*facts, unsure), ())
+    if host and own == 0 and not memory.known:
+        reason = "an OOM kill was counted on this host, not in its cgroup; how much memory was left is not on record"
+        return Kill("unknown", UNKNOWN, reason, facts, ())
+    if host and own == 0 and memory.plenty:
+        # The kernel counts a victim in its cgroup too, whatever limit was reached, and before it sends the signal.
+        reason = "probably from outside: the OOM kill counted on this host was another process's"
+        other = "an OOM kill of this process: the count of its own cgroup did not move, and memory was plentiful"
+        return Kill("sig.kill.external", LIKELY, reason, facts, (other,))
     if host:
-        # A count of our own cgroup that stood still says that the kernel's victim was elsewhere: never proved then.
         sure = PROVED if host_out and own is None and host >= victims else LIKELY
         doubt = () if own is None else ("the count of our own cgroup did not move: the victim may have been another",)
-        reason = "by the OOM killer: the host was out of memory"
+        reason = "by the OOM killer: the host was out of memory" if host_out else "by the OOM killer of this host"
         return Kill("sig.kill.oom_host", sure, reason if sure == PROVED else f"probably {reason}", (*facts, *doubt), ())
     if host == 0 or own == 0:
         excluded = (f"the kernel's OOM killer: {counters}",)

@@ -139,10 +139,9 @@ MEMORY = [
         act=acts.bystander_oom,
         setup=stage.made_host,
         expect=Expect(
-            code="sig.kill.oom_host",
-            or_code=("sig.kill.external", "unknown"),
-            exit_code=55,
-            confidence=("likely", "unknown"),
+            code="sig.kill.external",
+            exit_code=51,
+            confidence=("likely",),
             weaker=("unknown",),
         ),
         quick=True,

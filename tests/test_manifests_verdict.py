@@ -189,7 +189,9 @@ def counts(vmstat: int | None, cgroup: int | None) -> dict[str, int | None]:
         (counts(4, 0), counts(5, 1), 0.5, 0.04, "sig.kill.oom_host", "proved"),
         (counts(4, None), counts(5, None), 0.5, 0.04, "sig.kill.oom_host", "proved"),
         (counts(4, None), counts(5, None), 0.5, 0.06, "sig.kill.oom_host", "likely"),
-        (counts(4, 0), counts(5, 0), 0.5, 0.6, "sig.kill.oom_host", "likely"),
+        (counts(4, 0), counts(5, 0), 0.5, 0.04, "sig.kill.oom_host", "likely"),
+        (counts(4, 0), counts(5, 0), 0.5, 0.1, "sig.kill.oom_host", "likely"),
+        (counts(4, 0), counts(5, 0), 0.5, 0.6, "sig.kill.external", "likely"),
         (counts(4, 0), counts(4, 0), 0.99, 0.6, "sig.kill.external", "proved"),
         (counts(4, None), counts(4, None), 0.5, 0.6, "sig.kill.external", "proved"),
         (counts(None, 0), counts(None, 0), 0.5, 0.6, "sig.kill.external", "proved"),
@@ -204,6 +206,15 @@ def test_a_sigkill_by_its_counters(
 ) -> None:
     found = killed(before, after, share, available)
     assert (found.code, found.confidence) == (code, confidence)
+
+
+def test_an_oom_kill_of_somebody_on_this_host_is_no_name_when_memory_is_not_on_record() -> None:
+    night = Night(ranks=2, oom=counts(4, 0))
+    night.beating(30.2)
+    night.died(30.3, 1, signal=9, oom=counts(5, 0))
+    del night.events[-1]["detail"]["memory"]
+    found = verdict(night.failed(33).evidence())
+    assert (found.code, found.confidence, found.ranks) == ("unknown", "unknown", (1,))
 
 
 def test_one_oom_kill_and_two_dead_proves_neither() -> None:

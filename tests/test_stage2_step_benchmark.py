@@ -63,7 +63,7 @@ def test_time_in_which_nothing_ran_is_idle_however_streams_overlap() -> None:
 def test_the_loss_is_known_by_the_head_products_beside_it() -> None:
     head = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size)
     hidden = torch.randn(24, CONFIG.hidden_size)
-    with torch.profiler.profile(record_shapes=True) as profiler:
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profiler:
         with torch.profiler.record_function("the loss"):
             torch.mm(hidden, head.t()).exp_()
         torch.ones(10).sinh_()

@@ -75,7 +75,7 @@ class Stopwatch(Stepper):
         if timing.ceiling and done in (0, timing.steps // 2, timing.steps):
             self.ceilings.append(ceiling(device))
         if done == timing.steps and timing.profiled:
-            self._profiler = torch.profiler.profile(record_shapes=True)
+            self._profiler = torch.profiler.profile(record_shapes=True, acc_events=True)
             self._profiler.__enter__()
         if done == timing.steps + timing.profiled:
             if self._profiler is not None:
