@@ -37,6 +37,15 @@ ROOM_EVERY_S = 2.0
 HELD_S = 600.0
 
 
+def bug(log: EventLog, what: str, error: Exception) -> Outcome:
+    """Write down an exception of our own that is being handled, and how the run ends by it."""
+    trace = traceback.format_exc()
+    print_line(trace)
+    said = f"the supervisor {what}: {type(error).__name__}: {error}"
+    log.write("supervisor failed", said, traceback=trace[-8000:])
+    return Outcome("failed", 1, "Bug", f"{said}; its log has the traceback; run the same command again to go on")
+
+
 class Supervision:
     """One run's workers, from the first start to the last end; `run` is called once."""
 
@@ -81,13 +90,10 @@ class Supervision:
         return Outcome("finished")
 
     def _bug(self, error: Exception) -> Outcome:
-        trace = traceback.format_exc()
-        print_line(trace)
-        said = f"the supervisor failed: {type(error).__name__}: {error}"
-        self.log.write("supervisor failed", said, traceback=trace[-8000:])
+        outcome = bug(self.log, "failed", error)
         with suppress(Exception):
             self.crew.end(self.crew.running, self.crew.stop_grace())
-        return Outcome("failed", 1, "Bug", f"{said}; its log has the traceback; run the same command again to go on")
+        return outcome
 
     def _advance(self, team: Team) -> None:
         """One round for one team."""

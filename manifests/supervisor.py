@@ -11,7 +11,6 @@ import os
 import resource
 import socket
 import sys
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from manifests.launch_spec import LaunchSpec, spec_path
 from manifests.records import RunRecord
 from manifests.runs import ledger_of
 from manifests.stop_requests import Requests
-from manifests.supervise import Supervision
+from manifests.supervise import Supervision, bug
 from shared.atomic import adopt_locks, write_bytes
 from shared.errors import DflashError
 from shared.json_file import read_if_whole
@@ -56,10 +55,7 @@ def _supervised(spec: LaunchSpec, log: EventLog, requests: Requests) -> Outcome:
     try:
         supervision = Supervision(spec, log, requests)
     except Exception as error:  # noqa: BLE001 - recorded as the run's end
-        print_line(traceback.format_exc())
-        said = f"the supervisor could not begin: {type(error).__name__}: {error}"
-        log.write("supervisor failed", said)
-        return Outcome("failed", 1, "Bug", f"{said}; run the same command again to go on")
+        return bug(log, "could not begin", error)
     return supervision.run()
 
 

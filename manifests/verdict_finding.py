@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manifests.evidence import Evidence
-from manifests.evidence_files import number, whole, without_frames
+from manifests.evidence_files import number, whole
 
 PROVED, LIKELY, UNKNOWN = "proved", "likely", "unknown"
 # The supervisor looks ten times a second: a death lies at most this long before it was noticed.
@@ -174,8 +174,8 @@ def silent(evidence: Evidence, known: list[Death]) -> list[Death]:
 
 
 def log_of(evidence: Evidence, rank: int) -> tuple[str, ...]:
-    """The last lines of one worker's log, without the frames of native backtraces."""
-    return without_frames(evidence.logs.get(f"{evidence.role}-{rank}.log", ()))[-_LAST_LINES:]
+    """The last lines of one worker's log; the frames of native backtraces were left out when it was read."""
+    return evidence.logs.get(f"{evidence.role}-{rank}.log", ())[-_LAST_LINES:]
 
 
 def _of_event(event: dict[str, Any]) -> Death:
