@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from supervised import until
 
 from manifests.commit import Ledger
 from manifests.evidence import Evidence, collect
@@ -82,10 +83,7 @@ def test_a_living_run_is_seen_with_its_processes(tmp_path: Path) -> None:
     try:
         seen = process(child.pid)
         assert seen is not None
-        deadline = time.monotonic() + 60
-        while (now := process(child.pid)) is not None and now.state != "S":  # it is on its way to sleep
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: (now := process(child.pid)) is None or now.state == "S")  # it is on its way to sleep
         folder = Folder(tmp_path)
         folder.spawned(0, child.pid, seen.start_ticks)
         folder.spawned(1, child.pid, seen.start_ticks + 1)  # its pid was given to another since

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from made_runs import GONE, MadeRun, holder, identity
+from supervised import least_of_three
 
 from manifests import status as status_module
 from manifests.commit import Ledger, files_of, read
@@ -339,17 +340,18 @@ def test_a_second_is_enough_and_nothing_heavy_is_loaded(tmp_path: Path) -> None:
         f"cli.main(['status', {str(tmp_path)!r}], standalone_mode=False)\n"
         "print('heavy:', sorted({'torch', 'transformers', 'zarr', 'duckdb', 'numpy', 'rich'} & set(sys.modules)))"
     )
+
     # Processor seconds, because other tests run beside this one: alone it is the wall time. They slow a core down, too.
-    seconds: list[float] = []
-    while len(seconds) < 3 and (not seconds or min(seconds) >= 1.0):
+    def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.stdout.splitlines()[-1] == "heavy: []"
         assert "blocks: 30,000" in done.stdout
         assert "[folder]  train lost" in done.stdout
-    assert min(seconds) < 1.0, seconds
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert least_of_three(seconds, 1.0) < 1.0
 
 
 def test_what_may_not_be_read_and_what_may_not_be_written(tmp_path: Path) -> None:

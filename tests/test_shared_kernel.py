@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from supervised import until
 
 from shared.kernel import (
     ROOT_VARIABLE,
@@ -177,13 +178,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     child.kill()
     child.wait()
     child.stdout.close()
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_process_is_known_by_its_start(sleeper: subprocess.Popen[bytes]) -> None:

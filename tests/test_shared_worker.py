@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from supervised import least_of_three
 
 from shared.beat import read_beat
 from shared.ending import MOST_MESSAGE, MOST_TRACEBACK, ending_path
@@ -153,16 +154,17 @@ def test_whatever_is_raised_is_written_bounded(tmp_path: Path, function: str, er
 
 @pytest.mark.parametrize("function", ["thread_bug", "thread_bug_while_stuck_in_c", "thread_bug_then_return"])
 def test_a_lost_thread_ends_the_worker_within_a_second(tmp_path: Path, function: str) -> None:
-    seconds = []
-    while len(seconds) < 3 and (not seconds or min(seconds) >= 1.5):  # a busy disk may hold up one ending
+    def seconds() -> float:
         code, ending = ended(tmp_path, function)
-        seconds.append(time.time() - ending["ended"])
+        passed = time.time() - ending["ended"]
         assert (code, ending["code"], ending["error"], ending["thread"]) == (50, 50, "IndexError", "writer")
         assert "list index out of range" in ending["message"]
         log = log_of(tmp_path)
         assert "thread writer ended by IndexError" in log
         assert "Traceback" in log
-    assert min(seconds) < 1.5
+        return passed
+
+    assert least_of_three(seconds, 1.5) < 1.5
 
 
 def test_a_lost_thread_keeps_the_class_of_a_users_fault(tmp_path: Path) -> None:
