@@ -25,12 +25,13 @@ from pathlib import Path
 BUNDLED = Path(str(resources.files("shared") / "bundled"))
 DFLASH = [sys.executable, "-m", "shared"]
 ROWS, STORE, RUN = "rows", "store.zarr", "train"
+GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
+# The night comes between two checkpoints: some steps are lost, and resume says how many. A GPU's steps are over soon.
+STEPS, SAVE_EVERY, KILL_AT_STEP = (600, 200, 280) if GPUS else (30, 10, 14)
 TRAIN = (
-    f"train --store {STORE} --run {RUN} --nproc 2 --steps 30 --save-every 10 --eval-every 1000 --num-layers 1 "
-    "--batch-rows 4 --max-length 160 --anchors 8"
+    f"train --store {STORE} --run {RUN} --nproc {min(2, GPUS or 2)} --steps {STEPS} --save-every {SAVE_EVERY} "
+    "--eval-every 1000 --num-layers 1 --batch-rows 4 --max-length 160 --anchors 8"
 )
-# The night comes between two checkpoints: some steps are lost, and resume says how many.
-STEPS, KILL_AT_STEP = 30, 14
 
 
 def main() -> int:
@@ -46,7 +47,9 @@ def main() -> int:
     wait_for(lambda: newest_step() >= KILL_AT_STEP, 600, f"step {KILL_AT_STEP}")
     killed = kill_everything(server)
     print(f"\n# {time.strftime('%H:%M:%S')}: SIGKILL to {killed}")
-    print("# nobody is left; from another shell:")
+    print("# nobody is left; from another shell:", flush=True)
+    if GPUS:
+        subprocess.run(["nvidia-smi", "--query-gpu=name,memory.used", "--format=csv,noheader"], check=False)
     show("status", RUN)
     show("why", RUN)
     show("resume", RUN)

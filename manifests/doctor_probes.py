@@ -71,6 +71,7 @@ def _target(asker: _Asker, device: str) -> Iterator[Finding]:
     """The fast kernels where there is a GPU, and the target on the first device."""
     missing: tuple[str, ...] = ()
     if device != "cpu":
+        asker.probing.announce(f"{device}: fast kernels of hybrid targets")
         question = asker.question(f"{EXTRACTION}:fast_paths")
         answer = asker.ask(question)
         yield judge.judge_fast_paths(answer, question)

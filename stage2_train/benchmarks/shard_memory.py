@@ -1,6 +1,6 @@
 """What FSDP2 takes of a GPU at N processes, measured on one: a process among N - 1 that are not there.
 
-    python -m stage2_train.benchmarks.shard_memory --shape 27b --nproc 2 --fits 16384x2048c,4096x512c --store S
+    python -m stage2_train.benchmarks.shard_memory --shape 27b --nproc 2 --store S
 
 The process group is torch's fake one: it has N ranks and sends nothing, so every buffer is as large as among real
 ranks and every number that would come from another rank is arbitrary. Only bytes are read from it, never losses. With
@@ -19,7 +19,7 @@ import click
 
 from shared.benchmarks.measure import table
 from shared.config import knob, options_of
-from shared.progress import tell
+from shared.progress import say, tell
 from stage2_train.benchmarks.parallel import STATE_BYTES, row_of
 from stage2_train.benchmarks.step_report import GIB
 
@@ -38,7 +38,9 @@ class ShardMemoryConfig:
     store: Path = knob(help="Store to read; made when it is not there.")
     shape: str = knob("27b", help="27b, 8b or toy.")
     nproc: int = knob(2, help="Processes that share the state.")
-    fits: tuple[str, ...] = knob(("16384x2048c", "4096x512c"), help="Rows as TOKENSxANCHORS, c: checkpointed layers.")
+    fits: tuple[str, ...] = knob(
+        ("16384x2048c", "8192x1024c", "4096x512c"), help="Rows as TOKENSxANCHORS, c: checkpointed layers."
+    )
     train: str | None = knob(None, help="Further options as NAME=VALUE of TrainConfig, separated by spaces.")
 
 
@@ -66,7 +68,9 @@ def main(config: ShardMemoryConfig) -> None:
             }  # fmt: skip
             train = shape.train_config(config.store, Path(folder) / text, **fields)
             rows.append({"row": text, **_measure(train, Ranks(0, config.nproc, device))})
+            say(", ".join(f"{name} {value}" for name, value in rows[-1].items()))  # the next one takes minutes
             gc.collect()
+            torch._dynamo.reset()  # the contract wants each run's regions compiled, also where a graph would serve two
     tell(table(f"GiB of one process of {config.nproc}, fsdp", rows))
     dist.destroy_process_group()
 
