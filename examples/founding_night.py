@@ -47,9 +47,7 @@ def main() -> int:
     wait_for(lambda: newest_step() >= KILL_AT_STEP, 600, f"step {KILL_AT_STEP}")
     killed = kill_everything(server)
     print(f"\n# {time.strftime('%H:%M:%S')}: SIGKILL to {killed}")
-    print("# nobody is left; from another shell:", flush=True)
-    if GPUS:
-        subprocess.run(["nvidia-smi", "--query-gpu=name,memory.used", "--format=csv,noheader"], check=False)
+    print("# nobody is left; from another shell:")
     show("status", RUN)
     show("why", RUN)
     show("resume", RUN)

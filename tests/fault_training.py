@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,8 @@ def main(arguments: Sequence[str]) -> int:
 def start(fault: Fault, store: Path, run_dir: Path, device: str) -> subprocess.Popen[bytes]:
     """`dflash train` with workers that have the fault."""
     options = [f"--{name}={value}" for name, value in OPTIONS.items()]
-    line = [sys.executable, __file__, "train", f"--store={store}", f"--run={run_dir}", f"--device={device}", *options]
+    command = [sys.executable, str(HERE / "changed_worker.py"), "fault_training:work", "train"]
+    line = [*command, f"--store={store}", f"--run={run_dir}", f"--device={device}", *options]
     return _spawn(line, run_dir, fault.name)
 
 
@@ -155,16 +156,6 @@ def at_moment(run_dir: Path) -> Path:
     return run_dir.with_name(f"{run_dir.name}.moment")
 
 
-def train() -> None:
-    """The foreground command, with `work` in place of the worker's own function."""
-    import shared.cli
-    from stage2_train import launch_train
-
-    real = launch_train._launch_spec
-    launch_train._launch_spec = lambda *given: replace(real(*given), entry="fault_training:work")
-    shared.cli.main()
-
-
 def work(run_dir: Path, rank: int, world_size: int) -> None:
     """A real worker whose step FAULT_AT is its last."""
     import fault_cuda
@@ -198,7 +189,4 @@ def work(run_dir: Path, rank: int, world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["train"]:
-        train()
-    else:
-        sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

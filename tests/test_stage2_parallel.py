@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -248,21 +249,49 @@ def test_two_nodes_under_torchrun_train_what_one_process_does(store: Path, tmp_p
     assert {record["state"] for record in read(tmp_path / "two", "runs")} == {"started", "finished"}
 
 
+OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+PARALLEL = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("more", [("--optimizer=adamw",), ("--optimizer=muon",)], ids=["adamw", "muon"])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_gpus_train_what_one_does(store: Path, tmp_path: Path, parallel: str, more: tuple[str, ...]) -> None:
+@OPTIMIZERS
+@PARALLEL
+def test_two_gpus_train_what_one_does(store: Path, tmp_path: Path, parallel: str, optimizer: str) -> None:
     """In bf16 with flex_attention, so that every sum over ranks has its own rounding."""
-    shape = ("--device=cuda", "--max-length=200", "--anchors=24", "--block-size=8", "--head-dim=64", *more)
-    for name, extra in (("one", ("--nproc=1",)), ("two", ("--nproc=2", f"--parallel={parallel}"))):
-        line = command(config_of(store, tmp_path / name), *shape, *extra)
+    options = (f"--optimizer={optimizer}", f"--parallel={parallel}", "--nproc=2")
+    same_on_gpus(store, tmp_path, command(config_of(store, tmp_path / "two"), *GPU_SHAPE, *options))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@OPTIMIZERS
+@PARALLEL
+def test_two_ranks_on_one_gpu_train_what_one_does(
+    store: Path, tmp_path: Path, parallel: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, summed over gloo: all but NCCL."""
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", f"{here}:{os.environ.get('PYTHONPATH', '')}")
+    options = (f"--optimizer={optimizer}", f"--parallel={parallel}", "--nproc=2")
+    train = command(config_of(store, tmp_path / "two"), *GPU_SHAPE, *options)
+    same_on_gpus(store, tmp_path, [sys.executable, str(here / "changed_worker.py"), "one_gpu:work", *train[3:]])
+
+
+GPU_SHAPE = ("--device=cuda", "--max-length=200", "--anchors=24", "--block-size=8", "--head-dim=64")
+
+
+def same_on_gpus(store: Path, folder: Path, two: list[str]) -> None:
+    """Run one process, then the command `two` for FOLDER/two, with its optimizer: the same losses."""
+    optimizer = next(option for option in two if option.startswith("--optimizer"))
+    for line in (command(config_of(store, folder / "one"), *GPU_SHAPE, optimizer, "--nproc=1"), two):
         done = run_command(line)
         assert done.returncode == 0, done.stderr
     for name, split in (("loss", "train"), ("nll", "heldout")):
-        one, two = curve(tmp_path / "one", name, split), curve(tmp_path / "two", name, split)
-        assert one.keys() == two.keys()
-        assert two == pytest.approx(one, rel=2e-2)
-    compiled = [[r["detail"] for r in read(tmp_path / n, "events") if r["event"] == "compiled"] for n in ("one", "two")]
-    assert compiled[0]
-    assert compiled[1]
+        alone, together = curve(folder / "one", name, split), curve(folder / "two", name, split)
+        assert alone
+        assert together == pytest.approx(alone, rel=2e-2)
+    for name, ranks in (("one", 1), ("two", 2)):
+        details = {event["event"]: event["detail"] for event in read(folder / name, "events")}
+        assert (details["engine"]["attention"], details["engine"]["world_size"]) == ("flex", ranks)
+        assert details["compiled"]["regions"]
