@@ -108,7 +108,8 @@ def main(store: Path, rank: int, world_size: int) -> None:
 
     teacher = Teacher(target, work.target_layer_ids, work.config.topk)
     encoder = BlockEncoder(work.target_layer_ids, work.config.precision, work.config.resolved_last_hidden)
-    progress.show(phases.STEP)
+    # Until the first batch is through: kernels of hybrid targets are tuned on it, for minutes and without a word.
+    progress.show(phases.WARM_UP)
     with BlockWriter(store, rank, rows, encoder, headroom, progress.told) as writer:
         for number, block in enumerate(mine):
             if stop_requested():
@@ -151,9 +152,9 @@ class _Progress:
         self._reporter.update(self._phase, self._done, self._total, "tokens", blocks=self._blocks)
 
     def add(self, tokens: int) -> None:
-        """Count what the target has done."""
+        """Count what the target has done; from the first of it on, steps have the limit of steps."""
         self._done += tokens
-        self.show()
+        self.show(phases.STEP)
 
     def told(self, committed: int, written: int) -> None:
         """What the writer's threads say: their bytes are progress too while the target waits for them."""

@@ -49,7 +49,7 @@ def shard(drafter: Drafter, ranks: Ranks, dtype: torch.dtype) -> None:
 def whole_weights(module: nn.Module) -> dict[str, Tensor]:
     """The module's state with whole tensors, on rank 0; a collective when it is sharded."""
     return {
-        name: _to_rank_0(tensor.full_tensor()) if isinstance(tensor, DTensor) else tensor
+        name: _gather(_local(tensor), tensor.shape) if isinstance(tensor, DTensor) else tensor
         for name, tensor in module.state_dict().items()
     }
 
@@ -71,18 +71,18 @@ def _rows(whole: Tensor, world_size: int, rank: int) -> Tensor:
 
 
 @torch.no_grad()
-def _gather(own: Tensor, shape: torch.Size, ranks: Ranks) -> Tensor:
-    """All ranks' rows as one tensor on the CPU of rank 0; nothing on the others."""
-    size = -(-shape[0] // ranks.world_size)
+def _gather(own: Tensor, shape: torch.Size) -> Tensor:
+    """All ranks' rows as one tensor on the CPU of rank 0; nothing on the others.
+
+    Not DTensor.full_tensor: it makes the whole tensor on every GPU, and crashes over gloo there (pytorch #132471).
+    """
+    world_size = dist.get_world_size()
+    size = -(-shape[0] // world_size)
     padded = own.new_zeros(size, *shape[1:])
     padded[: own.shape[0]] = own
-    parts = [torch.empty_like(padded) for _ in range(ranks.world_size)] if ranks.rank == 0 else None
+    parts = [torch.empty_like(padded) for _ in range(world_size)] if dist.get_rank() == 0 else None
     dist.gather(padded, parts, dst=0)
-    return torch.cat(parts)[: shape[0]].cpu() if parts else torch.empty(0, dtype=own.dtype)
-
-
-def _to_rank_0(whole: Tensor) -> Tensor:
-    return whole.cpu() if dist.get_rank() == 0 else torch.empty(0, dtype=whole.dtype)
+    return torch.cat([part.cpu() for part in parts])[: shape[0]] if parts else torch.empty(0, dtype=own.dtype)
 
 
 class ShardedGradient:
@@ -143,7 +143,7 @@ class ShardedGradient:
 
     def whole(self, index: int, tensor: Tensor) -> Tensor:
         """All ranks' rows on the CPU of rank 0, nothing elsewhere."""
-        return _gather(tensor, self.shapes[index], self.ranks)
+        return _gather(tensor, self.shapes[index])
 
     def part(self, _index: int, tensor: Tensor) -> Tensor:
         """This rank's rows."""

@@ -61,14 +61,16 @@ def test_extraction_goes_through_its_phases(root: Path, tmp_path: Path, monkeypa
     workers_in_process(monkeypatch, extract_module, worker)
     beats = keep_beats(monkeypatch)
     extract(root, tmp_path / "x.zarr")
-    assert phases_of([beat for beat in beats if beat.phase]) == ["load", "step", "drain", "done"]
+    assert phases_of([beat for beat in beats if beat.phase]) == ["load", "warm-up", "step", "drain", "done"]
+    warm_up = [beat.done for beat in beats if beat.phase == "warm-up"]
+    assert set(warm_up) == {0}  # the first batch that the target has done ends it
     lengths = PreparedRows.open(root / "rows").lengths
-    done = [beat.done for beat in beats if beat.phase == "step"]
+    done = [beat.done for beat in beats if beat.phase in ("warm-up", "step")]
     assert done == sorted(done)
     assert (done[0], beats[-1].done, beats[-1].total) == (0, lengths.sum(), lengths.sum())
     blocks = len(read(tmp_path / "x.zarr", "shards"))
     assert [beat.saved for beat in beats][-1] == blocks
-    assert {beat.saved for beat in beats if beat.phase in ("step", "drain")} == set(range(blocks + 1))
+    assert {beat.saved for beat in beats if beat.phase in ("warm-up", "step", "drain")} == set(range(blocks + 1))
     written = [beat.inner for beat in beats if beat.phase == "step" and beat.inner is not None]
     assert len(set(written)) > blocks  # pieces of a block count: writing one may take longer than a step may be silent
 
@@ -94,7 +96,7 @@ def test_a_worker_that_starts_again_skips_what_is_committed(
     assert [record["block"] for record in read(store, "shards")[before:]] == [lost]
     lengths = PreparedRows.open(root / "rows").lengths
     tokens = {block: int(lengths[plan.documents_of(block)].sum()) for block in mine}
-    first = next(beat for beat in beats if beat.phase == "step")
+    first = next(beat for beat in beats if beat.phase == "warm-up")
     assert (first.saved, first.done, first.total) == (
         len(mine) - 1,
         sum(tokens.values()) - tokens[lost],
