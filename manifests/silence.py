@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 from manifests.crew import POLL_S, Crew
 from manifests.hang import STOPPED, Hang, Look, grace_after_continue_s, hung
 from manifests.hang_watch import RankWatch
 from manifests.team import Team
 from manifests.worker_process import Seat
+from shared.gpus import GpuQuestion
 
 
 class Silence:
@@ -56,11 +58,15 @@ class Silence:
     def name(self, team: Team, hang: Hang) -> None:
         """Write the hang down, and save what everybody does; nothing is killed yet."""
         look = self._look_of(team, hang.rank, time.monotonic())
+        gpus = [
+            {"index": gpu.index, "utilisation": gpu.utilisation, "used": gpu.used, "total": gpu.total}
+            for gpu in GpuQuestion().answer().gpus
+        ]
         said = (
             f"worker {hang.rank} made no progress in phase {look.phase} for {look.silent_s:.0f} s (limit "
             f"{look.limit_s:.0f} s): {hang.code}; stacks are saved before it is ended"
         )
-        self._write(team, hang, look, said, "kill")
+        self._write(team, hang, look, said, "kill", **({"gpus": gpus} if gpus else {}))
         self.crew.save_stacks(team.running)
 
     def _see(self, team: Team, seat: Seat, now: float) -> Look:
@@ -81,7 +87,7 @@ class Silence:
     def _look_of(self, team: Team, rank: int, now: float) -> Look:
         return team.watches[rank].look(now, self.crew.learned, self.scale)
 
-    def _write(self, team: Team, hang: Hang, look: Look, said: str, action: str) -> None:
+    def _write(self, team: Team, hang: Hang, look: Look, said: str, action: str, **more: Any) -> None:
         self.crew.log.write(
             "hang",
             said,
@@ -96,4 +102,5 @@ class Silence:
             alive_age=None if look.alive_s is None else round(look.alive_s, 2),
             action=action,
             names={str(rank): name for rank, name in hang.names.items()},
+            **more,
         )

@@ -23,6 +23,8 @@ _COLLECTIVE = re.compile(
     r"process_?group|\b(?:i?send|i?recv)\b|\bgather\b|\bscatter\b|_store_based_barrier|rendezvous|init_process_group",
     re.IGNORECASE,
 )
+# Percent of NVML's last sample: a kernel that does not end gives 100, one that pauses between launches less.
+_GPU_BUSY = 95
 _DOES = {
     "hang.stopped": "is stopped (SIGSTOP or a debugger), not hung",
     "hang.gil": "holds the GIL in native code",
@@ -63,7 +65,7 @@ def hang_finding(evidence: Evidence, attempt: int | None) -> Finding | None:
         time=number(detail.get("t")) or event["time"],
         confidence=confidence,
         sentence=f"{who} {does}{place}; no progress for {silent or 0.0:,.0f} s",
-        evidence=tuple(text for text in (_seen(detail), *reason, *_stack_lines(stacks)) if text),
+        evidence=tuple(text for text in (_seen(detail), _gpus(detail), *reason, *_stack_lines(stacks)) if text),
         excluded=("a death: all processes lived when they were looked at",),
         phase=at[0] or str(detail.get("phase") or ""),
         step=at[1],
@@ -191,3 +193,15 @@ def _seen(detail: dict[str, Any]) -> str:
     parts += [f"{cpu:.0%} of a core"] if cpu is not None else []
     parts += [f"Python's liveness thread beat {age:,.1f} s ago"] if age is not None else []
     return f"rank {detail.get('rank')}: {', '.join(parts)}"
+
+
+def _gpus(detail: dict[str, Any]) -> str:
+    """What the GPUs did when the hang was named; "" when nobody could say. A wait for a collective is a kernel, too."""
+    listed = detail.get("gpus")
+    said = []
+    for gpu in listed if isinstance(listed, list) else []:
+        busy = number(gpu.get("utilisation")) if isinstance(gpu, dict) else None
+        if busy is not None:
+            still = " (a kernel ran there, or a collective waited)" if busy >= _GPU_BUSY else ""
+            said.append(f"GPU {whole(gpu.get('index'))} {busy:.0f} % busy{still}")
+    return f"when it was named: {', '.join(said)}" if said else ""

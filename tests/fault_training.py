@@ -43,13 +43,15 @@ class Fault:
     exit_code: int | None
     killed: str = ""
     needs_gpu: bool = False
+    evidence: str = ""
+    """What a line of the evidence must say."""
 
 
 FAULTS = (
     Fault("device_assert", "gpu.fault", 56, needs_gpu=True),
     Fault("illegal_address", "gpu.fault", 56, needs_gpu=True),
     Fault("out_of_memory", "gpu.cuda_oom", 56, needs_gpu=True),
-    Fault("sleep_on_the_gpu", "hang.busy", 54, needs_gpu=True),
+    Fault("sleep_on_the_gpu", "hang.busy", 54, needs_gpu=True, evidence="100 % busy"),
     Fault("wait_in_python", "hang.wait", 54),
     Fault("sigkill", "sig.kill.external", 51, killed="worker"),
     Fault("everything", "tree.killed", None, killed="everything"),
@@ -120,6 +122,7 @@ def judged(fault: Fault, run_dir: Path, code: int) -> tuple[str, str, str, bool]
     except (ValueError, KeyError):
         return fault.name, fault.code, f"no answer: {asked.stderr[-60:]!r}", False
     right = said["code"] == fault.code and (fault.exit_code is None or code == fault.exit_code)
+    right = right and (not fault.evidence or any(fault.evidence in line for line in said["evidence"]))
     return fault.name, fault.code, f"{said['code']} ({said['confidence']}), exit {code}", right
 
 

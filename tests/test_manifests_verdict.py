@@ -701,6 +701,24 @@ def gpu_hang(stacks: dict[str, list[int]], codes: dict[int, str]) -> Verdict:
     return verdict(night.failed(99, code=54).evidence(at=110))
 
 
+def test_what_the_gpus_did_when_a_hang_was_named_is_evidence() -> None:
+    def evidence(gpus: Any) -> list[str]:
+        night = Night(ranks=1)
+        night.sampled(100)
+        night.beating(100.0)
+        detail = {"attempt": 1, "rank": 0, "code": "hang.busy", "action": "kill", "names": {"0": "hang.busy"}}
+        night.event(92.0, "hang", **detail, silent_s=62.0, limit_s=60.0, gpus=gpus)
+        found = verdict(night.failed(99, code=54).evidence(at=110))
+        assert (found.code, found.ranks) == ("hang.busy", (0,))
+        return [line for line in found.evidence if "GPU" in line]
+
+    working, idle, silent = ({"index": i, "utilisation": u} for i, u in enumerate((100, 3, None)))
+    kernel = "GPU 0 100 % busy (a kernel ran there, or a collective waited)"
+    assert evidence([working, idle, silent]) == [f"when it was named: {kernel}, GPU 1 3 % busy"]
+    for nothing in ([], [silent], "damaged", ["damaged"], None):
+        assert evidence(nothing) == []
+
+
 def test_ranks_that_all_wait_for_the_gpu() -> None:
     item, other = "item (train.py:50)", "synchronize (feed.py:9)"
     alike = gpu_hang({item: [0, 1]}, {0: "hang.busy", 1: "hang.busy"})
