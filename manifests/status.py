@@ -142,8 +142,8 @@ def _holds(folder: Path) -> dict[str, Any]:
         holds["large_arrays_only_at"] = ", ".join(sorted(moved))
     if skips := records["skips"]:
         holds["skipped"] = len({(r["source"], r["line"], r["doc_id"], r["reason"]) for r in skips})
-    if checkpoints := records["checkpoints"]:
-        holds["checkpoint"] = checkpoints[-1]["global_step"]
+    if kept := [record for record in records["checkpoints"] if (folder / record["path"]).is_dir()]:
+        holds["checkpoint"] = kept[-1]["global_step"]
     if evaluations := latest(records["evaluations"], "name"):
         holds["acceptance_length"] = {name: round(r["acceptance_length"], 3) for name, r in evaluations.items()}
     if damaged:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from shared.store import differences
 DRAFTER_FILE = "drafter.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
 INFO_FILE = "checkpoint.json"
+NO_RECORD = "it has no record: its save was cut off before that last act, or records were lost"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Ignored:
 
     path: Path
     reason: str
+    whole: bool = False
+    """Nothing is wrong with the folder itself."""
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -66,7 +69,7 @@ def newest_complete(run_dir: Path) -> tuple[Path | None, list[Ignored]]:
             ignored.append(Ignored(folder, f"damaged: {error}"))
             continue
         if str(folder.relative_to(run_dir)) not in recorded:
-            ignored.append(Ignored(folder, "it has no record: the save was cut off before its last act"))
+            ignored.append(Ignored(folder, NO_RECORD, whole=True))
             continue
         return folder, ignored
     return None, ignored
@@ -97,15 +100,42 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(hidden)
 
 
+def require_records(run_dir: Path, newest: Path | None, ignored: Sequence[Ignored]) -> None:
+    """Refuse to begin anew beside finished work: a save that is cut off leaves one folder without a record, never two.
+
+    Raises CheckpointMismatch.
+    """
+    without = [item.path for item in ignored if item.whole]
+    if newest is None and len(without) > 1:
+        raise CheckpointMismatch(
+            f"{run_dir} holds {len(without)} whole checkpoints, the newest {without[0].name}, and a record of none: "
+            f"bring {run_dir / 'manifest'}/checkpoints.* back, or move these folders away to begin at step 0"
+        )
+
+
 def prune(run_dir: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints and the one with the best held-out estimate; returns the removed."""
-    folders = sorted(entry for entry in (run_dir / "checkpoints").iterdir() if entry.name.startswith("step-"))
+    """Remove all but the newest `keep` checkpoints and the one with the best held-out estimate; returns the removed.
+
+    Only what could be resumed counts and is removed: a damaged folder must not take the place of one that is whole, and
+    one without a record may be all that is left of a run whose records were lost.
+    """
     scores = {record["path"]: record["acceptance_length_estimate"] for record in read(run_dir, "checkpoints")}
-    scored = [
-        (score, folder) for folder in folders if (score := scores.get(str(folder.relative_to(run_dir)))) is not None
+    folders = [
+        entry
+        for entry in sorted((run_dir / "checkpoints").iterdir())
+        if str(entry.relative_to(run_dir)) in scores and _is_whole(entry)
     ]
+    scored = [(score, folder) for folder in folders if (score := scores[str(folder.relative_to(run_dir))]) is not None]
     kept = {*folders[-keep:], *(folder for _, folder in sorted(scored)[-1:])}
     removed = [folder for folder in folders if folder not in kept]
     for folder in removed:
         remove_folder(folder)
     return removed
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_info(folder)
+    except (OSError, ValueError, KeyError):
+        return False
+    return True

@@ -154,6 +154,7 @@ def open_run(run_dir: Path, run: dict[str, Any], config: TrainConfig) -> int:
     newest, ignored = checkpoint_folder.newest_complete(run_dir)
     for item in ignored:
         say(f"ignored {item.path}: {item.reason}")
+    checkpoint_folder.require_records(run_dir, newest, ignored)
     done = 0
     if newest is not None:
         if not config.resume:
@@ -164,5 +165,6 @@ def open_run(run_dir: Path, run: dict[str, Any], config: TrainConfig) -> int:
         checkpoint_folder.require_same(info, run, FREE_FIELDS, newest)
         done = int(info["global_step"])
         say(f"continuing {newest} (step {done} of {run['total_steps']})")
+    run["continues_at"] = done
     write_json(run_dir / RUN_FILE, {"provenance": provenance.collect()} | run)  # the long list of blocks last
     return done

@@ -32,6 +32,8 @@ class Objective:
     "uniform", 1.
     labels: "data", the tokens of the documents; "teacher", the most probable tokens of the stored distributions.
     shift_labels: slot k predicts token a + k + 1 instead of a + k. slot_0: slot 0 is trained too.
+    rounded_logits: the store rounded the teacher's logits (those of a target that ran in float32), which says nothing
+    exact about the mass outside them; a fact of the store, not a choice.
 
     Raises ConfigRefused for a value that makes no sense.
     """
@@ -45,6 +47,7 @@ class Objective:
     labels: LabelsName = "data"
     shift_labels: bool = False
     slot_0: bool = False
+    rounded_logits: bool = False
 
     def __post_init__(self) -> None:
         if not self.gamma > 0:

@@ -112,6 +112,11 @@ def resume(parts: Parts) -> dict[str, Any]:
     if parts.ranks.rank == 0:
         remove_partials(parts.run_dir / "checkpoints")
     if newest is None:
+        if begun := parts.run.get("continues_at", 0):
+            raise CheckpointMismatch(
+                f"{parts.run_dir} held a checkpoint of step {begun} when this run was started and holds none now; "
+                "bring it back, or run the same command again to begin at step 0"
+            )
         return fresh_state(parts.engine.objective.drafts)
     state = checkpoint.restore(newest, parts.drafter, parts.optimizer)
     if state["global_step"] > parts.run["total_steps"]:

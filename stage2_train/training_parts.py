@@ -6,7 +6,7 @@ Called by train.py before its loop. The same on every rank except which rows it 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str, re
     store = reopen(config.store, run, run_dir)
     tables, state = bytes_to_load(run_dir, store)
     report(phases.LOAD, 0, tables + state, "bytes")
-    engine = make_engine(config, geometry, store.load_head(), ranks.device)
+    engine = make_engine(config, geometry, store.load_head(), ranks.device, store.identity.get("dtype"))
     report(phases.LOAD, tables, tables + state, "bytes")
     drafter = Drafter(geometry).initialise(config.seed).recompute_layers(config.activation_checkpointing)
     start = warm_start.begin(drafter, run, run_dir)
@@ -173,9 +173,16 @@ def _announce(parts: Parts, held: int, left_out: int) -> None:
 
 
 def make_engine(
-    config: TrainConfig, geometry: DrafterConfig, tables: dict[str, torch.Tensor], device: torch.device
+    config: TrainConfig,
+    geometry: DrafterConfig,
+    tables: dict[str, torch.Tensor],
+    device: torch.device,
+    target_dtype: str | None = "bfloat16",
 ) -> Engine:
-    """Kernel, dtype and the target's frozen tables. Raises ConfigRefused for a kernel the device cannot train with."""
+    """Kernel, dtype and the target's frozen tables; `target_dtype` is what the store's target ran in.
+
+    Raises ConfigRefused for a kernel the device cannot train with.
+    """
     attention = ("flex" if device.type == "cuda" else "sdpa") if config.attention == "auto" else config.attention
     if attention == "flex" and device.type == "cpu":
         raise ConfigRefused("--attention flex on a CPU: flex_attention has no backward there; use sdpa or auto")
@@ -196,7 +203,7 @@ def make_engine(
     return Engine(
         embed_tokens=embed,
         head=Head(head, geometry.output_multiplier, geometry.final_logit_softcapping),
-        objective=config.objective(),
+        objective=replace(config.objective(), rounded_logits=target_dtype not in ("bfloat16", None)),
         attention=attention,
         dtype=dtype,
         device=device,

@@ -22,7 +22,7 @@ from supervised import least_of_three
 from manifests import status as status_module
 from manifests.commit import Ledger, files_of, read
 from manifests.query import ask
-from manifests.records import RunRecord, ShardRecord
+from manifests.records import CheckpointRecord, RunRecord, ShardRecord
 from manifests.runs import is_owned, recorded
 from manifests.status import FolderStatus, status_of, statuses
 from manifests.status_text import lines_of
@@ -111,6 +111,18 @@ def test_what_a_store_holds(tmp_path: Path) -> None:
         "2/3",
         100,
     )
+
+
+def test_the_checkpoint_that_is_told_is_one_that_is_there(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, "w0")
+    for step in (50, 100):
+        path = f"checkpoints/step-{step:08d}"
+        (tmp_path / path).mkdir(parents=True)
+        ledger.append(CheckpointRecord(run_id="a", global_step=step, path=path, bytes=1))
+    ledger.append(RunRecord(run_id="a", command="train", state="failed", exit_code=50, message="x"))
+    assert statuses([tmp_path])[0].holds["checkpoint"] == 100
+    (tmp_path / "checkpoints" / "step-00000100").rmdir()
+    assert statuses([tmp_path])[0].holds["checkpoint"] == 50
 
 
 def test_withdrawn_blocks_do_not_count_and_damaged_lines_are_told(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from manifests.commit import Ledger, read
 from shared.errors import CheckpointMismatch, DiskFull, StoreDamaged
 from stage2_train import checkpoint
 from stage2_train.checkpoint import Snapshot, load_drafter
-from stage2_train.checkpoint_folder import folder_of, newest_complete, read_info, require_same
+from stage2_train.checkpoint_folder import folder_of, newest_complete, read_info, require_records, require_same
 from stage2_train.drafter import Drafter
 from stage2_train.optimizers import adamw
 
@@ -233,3 +233,37 @@ def test_checkpoints_follow_the_umask_and_a_failed_save_gives_its_room_back(
     with pytest.raises(DiskFull):
         save(tmp_path, 8)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("broken", ["damaged", "never recorded"])
+def test_what_cannot_be_resumed_takes_no_place_of_what_can(tmp_path: Path, broken: str) -> None:
+    """A run goes on from step 2, past a folder of step 9 that is no use: what it saves from there on is kept."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    newest = save(tmp_path, 9)
+    if broken == "damaged":
+        (newest / "optimizer.pt").write_bytes(b"cut")
+    else:
+        ledger = next((tmp_path / "manifest").glob("checkpoints*.jsonl"))
+        ledger.write_text("".join(line for line in ledger.read_text().splitlines(True) if "step-00000009" not in line))
+    assert newest_complete(tmp_path)[0] == folder_of(tmp_path, 2)
+    for step in (3, 4):
+        saved = save(tmp_path, step, keep=1)
+        assert newest_complete(tmp_path)[0] == saved
+    kept = sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000004", "step-00000009"]
+
+
+def test_a_run_whose_records_are_lost_does_not_begin_anew(tmp_path: Path) -> None:
+    """A save that was cut off leaves one folder without a record; of several, the records are gone."""
+    save(tmp_path, 7)
+    for path in (tmp_path / "manifest").glob("checkpoints*"):
+        path.unlink()
+    require_records(tmp_path, *newest_complete(tmp_path))
+    drafter, optimizer = trained(9)
+    snapshot = Snapshot(loop_state={"global_step": 9}, run=RUN, acceptance_length_estimate=None)
+    checkpoint.save(tmp_path, drafter, optimizer, snapshot)
+    with pytest.raises(CheckpointMismatch, match=r"holds 2 whole checkpoints, the newest step-00000009, and a record"):
+        require_records(tmp_path, *newest_complete(tmp_path))
+    save(tmp_path, 8)
+    require_records(tmp_path, *newest_complete(tmp_path))

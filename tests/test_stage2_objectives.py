@@ -11,10 +11,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_objective import slow_coarse_kl, slow_dpace
+from toy_run import GEOMETRY
 
 from shared.errors import ConfigRefused
-from stage2_train.chunk_loss import TAIL_FLOOR, Scorer, Shaping, Targets, coarse_kl, dpace, teacher
+from stage2_train.chunk_loss import (
+    BF16_HALF_ULP,
+    TAIL_FLOOR,
+    Scorer,
+    Shaping,
+    Targets,
+    coarse_kl,
+    dpace,
+    teacher,
+)
+from stage2_train.config import TrainConfig
 from stage2_train.objectives import Objective
+from stage2_train.training_parts import make_engine
 
 
 def test_decay_is_the_published_one() -> None:
@@ -141,6 +153,60 @@ def test_stored_logits_rounded_up_do_not_make_more_than_one() -> None:
     whole, rest = teacher(torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0]]), 2)  # K = V: nothing is left for a tail
     assert whole.sum().item() == pytest.approx(1.0)
     assert rest.item() == pytest.approx(0.0, abs=1e-7)
+
+
+def float32_target(seed: int, words: int, k: int, sharp: float) -> tuple[torch.Tensor, ...]:
+    """Of one token: the target's logits, its top k as they are stored, their ids, the logsumexp, the mass outside."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, words, generator=generator) * sharp + 20.0
+    top, ids = logits.topk(k)
+    tail = 1.0 - torch.log_softmax(logits.double(), 1).exp().gather(1, ids).sum()
+    return logits, top.bfloat16().float(), ids, logits.logsumexp(1, keepdim=True), tail
+
+
+@given(st.integers(0, 2**16), st.integers(3, 300), st.floats(0.1, 8.0), st.data())
+@settings(max_examples=80, deadline=None)
+def test_the_mass_outside_rounded_logits_is_one_that_the_rounding_allows(
+    seed: int, words: int, sharp: float, data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, words - 1))
+    _, stored, _, logsumexp, true = float32_target(seed, words, k, sharp)
+    top, tail = teacher(stored, logsumexp, words, rounded=True)
+    assert (top.sum() + tail).item() == pytest.approx(1.0, abs=1e-5)
+    assert (top >= 0).all()
+    total = torch.exp(stored.double() - logsumexp.double()).sum().item()
+    slack = math.exp(BF16_HALF_ULP * stored.abs().max().item())
+    for mass in (1.0 - true.item(), 1.0 - tail.item()):
+        assert total / slack - 1e-5 <= mass <= total * slack + 1e-5
+
+
+def test_a_float32_target_is_nearer_to_itself() -> None:
+    """Certain of its word, as on its own answers: a logit of 40 is up to 0.15 off, which a sum then takes for mass."""
+    given = [float32_target(seed, 5000, 64, 6.0) for seed in range(40)]
+
+    def errors(rounded: bool) -> tuple[float, float]:
+        """Of the mass outside, and of the target as a drafter of itself."""
+        wrong, divergence = 0.0, 0.0
+        for logits, stored, ids, logsumexp, true in given:
+            top, tail = teacher(stored, logsumexp, 5000, rounded)
+            log_q = torch.log_softmax(logits, 1).gather(1, ids)
+            q_tail = (1.0 - log_q.exp().sum(1, keepdim=True)).clamp(min=TAIL_FLOOR)
+            wrong += abs(tail.item() - true.item())
+            divergence += coarse_kl(top, tail, log_q, q_tail).item()
+        return wrong, divergence
+
+    (mass, divergence), (naive_mass, naive_divergence) = errors(rounded=True), errors(rounded=False)
+    assert mass < naive_mass / 5
+    assert 0.0 <= divergence < naive_divergence / 5
+
+
+def test_the_store_says_whether_its_logits_were_rounded() -> None:
+    size = (GEOMETRY.vocab_size, GEOMETRY.hidden_size)
+    tables = {name: torch.zeros(size) for name in ("embed_tokens", "lm_head")}
+    config = TrainConfig(store="none", loss="kl", weighting="decay", labels="data")
+    for dtype, rounded in (("float32", True), ("float16", True), ("bfloat16", False)):
+        engine = make_engine(config, GEOMETRY, tables, torch.device("cpu"), dtype)
+        assert engine.objective.rounded_logits is rounded
 
 
 def scored(objective: Objective, raw: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, ...]:

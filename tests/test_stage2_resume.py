@@ -190,6 +190,21 @@ def test_a_broken_checkpoint_is_named_and_the_older_one_used(
     same_weights(folder_of(tmp_path / "straight", 10), folder_of(tmp_path / "run", 10))
 
 
+def test_a_worker_never_begins_anew_what_its_command_goes_on_with(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint went away between the command's look and the worker's: a folder that was moved, a disk that left."""
+    config = config_of(store, tmp_path / "run", save_every=2)
+    asked = iter(range(1000))
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "stop_requested", lambda: next(asked) >= 6)
+        with pytest.raises(Interrupted):
+            run_here(config)
+    monkeypatch.setattr(train_module, "newest_complete", lambda _: (None, []))
+    with pytest.raises(CheckpointMismatch, match="held a checkpoint of step 6 when this run was started"):
+        run_here(config)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
