@@ -111,7 +111,8 @@ def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str, re
         heldout=BatchBuilder(
             store,
             held[: config.heldout_documents],
-            shapes,
+            # Always against the text: decoding is played back on it, whatever the labels of training are.
+            replace(shapes, objective=replace(engine.objective, labels="data")),
             config.seed,
             pinned=pinned,
             readers=config.reader_threads,

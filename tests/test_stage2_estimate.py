@@ -97,12 +97,21 @@ def slow_estimate(parts: Any, texts: list[Text]) -> float:
     return sum(lengths) / len(lengths)
 
 
-@pytest.mark.parametrize("changes", [{}, {"shift_labels": True}, {"slot_0": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"shift_labels": True}, {"slot_0": True}, {"labels": "teacher", "loss": "ce"}, {"loss": "kl"}],
+    ids=str,
+)
 def test_the_estimate_is_decoding_played_back_on_held_out_text(tmp_path: Path, changes: dict[str, Any]) -> None:
     texts = counting_texts(24)
-    store = make_store(tmp_path / "x.zarr", texts)
+    store = make_store(tmp_path / "x.zarr", texts, topk=4)  # a teacher that often disagrees with the text
     parts = run_here(
-        config_of(store, tmp_path / "run", steps=40, anchors=47, eval_every=100, save_every=100, **changes)
+        config_of(
+            store,
+            tmp_path / "run",
+            **{"steps": 40, "anchors": 47, "eval_every": 100, "save_every": 100, "loss": "ce", "weighting": "decay"}
+            | changes,
+        )
     )
     found = estimate(parts.drafter, parts.heldout, parts.share, parts.engine, ALONE)
     assert found["acceptance_length_estimate"] == pytest.approx(slow_estimate(parts, texts))

@@ -193,7 +193,7 @@ def test_a_broken_checkpoint_is_named_and_the_older_one_used(
 def test_a_worker_never_begins_anew_what_its_command_goes_on_with(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint went away between the command's look and the worker's: a folder that was moved, a disk that left."""
+    """The checkpoint went away between the command's look and the worker's: the folder was moved, its disk left."""
     config = config_of(store, tmp_path / "run", save_every=2)
     asked = iter(range(1000))
     with monkeypatch.context() as patch:
