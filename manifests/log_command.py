@@ -15,7 +15,7 @@ from pathlib import Path
 
 from manifests.log_view import Follower, LogFile, logs_of, tail
 from shared.errors import DataMissing
-from shared.progress import say
+from shared.progress import output_fault, say
 
 LOOK_EVERY_S = 0.2
 # Whether the run still goes on is asked less often: it reads the folder's records.
@@ -86,14 +86,14 @@ def _goes_on(run_dir: Path) -> bool:
 
 
 def _print(lines: Sequence[str]) -> None:
-    """Raises ReaderLeft; a full disk behind stdout stays an OSError with its own code."""
+    """Raises ReaderLeft, and DiskFull when stdout is a file and its disk is full."""
     if not lines:
         return
     try:
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
-    except BrokenPipeError as error:
-        raise ReaderLeft from error
+    except OSError as error:  # it has no file name: `fault_of` once told of the working folder's disk, with 68 GB free
+        raise output_fault(error) or ReaderLeft from error
 
 
 def _wait_for_reader(seconds: float) -> None:

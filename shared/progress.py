@@ -30,6 +30,7 @@ __all__ = [
     "combine",
     "duration",
     "line",
+    "output_fault",
     "progress",
     "progress_path",
     "say",
@@ -181,12 +182,17 @@ def tell(text: str) -> None:
         click.echo(text)
         sys.stdout.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise DiskFull(
-                f"the output cannot be written: {os.strerror(error.errno or 0)}; send it elsewhere"
-            ) from error
+        if (fault := output_fault(error)) is not None:
+            raise fault from error
         # The descriptor too: the interpreter's own flush at exit would complain about what is still buffered.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def output_fault(error: OSError) -> DiskFull | None:
+    """What a failed write to stdout means: None when its reader left (a closed pipe, a terminal that went away)."""
+    if error.errno in (errno.EPIPE, errno.EIO):
+        return None
+    return DiskFull(f"the output cannot be written: {os.strerror(error.errno or 0)}; send it elsewhere")
 
 
 class Bar:

@@ -168,6 +168,16 @@ def test_following_ends_with_the_run_and_quietly_with_its_reader(tmp_path: Path)
             assert (left.stderr.read(), follower.stderr.read()) == ("", "")
 
 
+@pytest.mark.parametrize("following", [[], ["-f"]], ids=["", "follow"])
+def test_a_full_disk_behind_the_output_is_not_taken_for_the_run_folders(tmp_path: Path, following: list[str]) -> None:
+    MadeRun(tmp_path).started().log(0, "first\n").record("failed", exit_code=50)
+    line = [sys.executable, "-m", "shared", "logs", str(tmp_path), *following]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "error: the output cannot be written: No space left on device; send it elsewhere\n"
+    assert (done.returncode, done.stderr) == (DiskFull.exit_code, said)
+
+
 # stop
 
 
