@@ -17,7 +17,7 @@ from manifests.verdict import verdict
 from manifests.verdict_host import elsewhere
 from manifests.verdict_living import is_running
 from shared.phases import DONE, WAIT_FOR_ROOM
-from shared.progress import Snapshot, combine, duration, line
+from shared.progress import Snapshot, combine, duration, line, readable_size
 
 LIVING = ("running", "paused", "stopping")
 """The states in which processes are at work."""
@@ -179,7 +179,7 @@ def _living_sentence(
     if state == "stopping" and stop is not None:
         return f"asked to stop by {told(dict(stop))}; {at}"
     if state == "paused" and paused is not None:
-        free, needed = (_gigabytes(paused.get(name)) for name in ("free", "needed"))
+        free, needed = (_size(paused.get(name)) for name in ("free", "needed"))
         return f"the disk is full: {free} free, it goes on by itself at {needed}; {at}"
     if evidence.now.supervisor_state in ("T", "t"):
         return f"its supervisor is stopped by a signal and watches nothing; {at}"
@@ -213,8 +213,9 @@ def _detail(evidence: Evidence, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _gigabytes(value: Any) -> str:
-    return f"{value / 1e9:,.1f} GB" if isinstance(value, int | float) else "an unknown amount"
+def _size(value: Any) -> str:
+    # In gigabytes alone a small disk said "0.0 GB free, it goes on by itself at 0.0 GB".
+    return readable_size(value) if isinstance(value, int | float) else "an unknown amount"
 
 
 def _ago(seconds: float | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from shared.progress import duration, summary, tell
+from shared.progress import duration, readable_size, summary, tell
 
 _TARGET = ("name", "kind", "weights_sha256", "revision", "tokenizer_sha256", "chat_template_sha256")
 _SHOWN_SOURCES = 10
@@ -64,9 +64,10 @@ def _contents(facts: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _sizes(facts: dict[str, Any]) -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = [("size", _bytes(facts["bytes"]))]
+    pairs: list[tuple[str, Any]] = [("size", readable_size(facts["bytes"]))]
     pairs += [
-        (f"  {name}", _bytes(size)) for name, size in sorted(facts["bytes_by_array"].items(), key=lambda item: -item[1])
+        (f"  {name}", readable_size(size))
+        for name, size in sorted(facts["bytes_by_array"].items(), key=lambda item: -item[1])
     ]
     if facts["bytes_per_token"] is not None:
         pairs.append(("bytes a token", f"{facts['bytes_per_token']:,.0f}"))
@@ -94,13 +95,6 @@ def _work(facts: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def _count(counts: dict[str, int]) -> str:
     return f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['supervised']:,} supervised"
-
-
-def _bytes(size: float) -> str:
-    for unit, divisor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= divisor:
-            return f"{size / divisor:.4g} {unit}"
-    return f"{size:,.0f} bytes"
 
 
 def _short(text: str) -> str:

@@ -33,6 +33,7 @@ __all__ = [
     "output_fault",
     "progress",
     "progress_path",
+    "readable_size",
     "say",
     "summary",
     "tell",
@@ -81,6 +82,14 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def readable_size(size: float) -> str:
+    """Bytes as people say them: 790 bytes, 53.69 MB, 5.25 GB, 1.2 TB."""
+    for unit, divisor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= divisor:
+            return f"{size / divisor:.4g} {unit}"
+    return f"{size:,.0f} bytes"
 
 
 def line(title: str, shot: Snapshot) -> str:

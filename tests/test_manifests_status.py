@@ -246,7 +246,10 @@ def test_paused_then_stopping(tmp_path: Path) -> None:
         run.event("restart", attempt=1).event("paused", code="disk.full", free=2e9, needed=5.25e9)
         status = status_of(tmp_path)
         assert (status.state, told(status).restarts) == ("paused", 1)
-        assert status.message.startswith("the disk is full: 2.0 GB free, it goes on by itself at 5.2 GB; step 40/100")
+        assert status.message.startswith("the disk is full: 2 GB free, it goes on by itself at 5.25 GB; step 40/100")
+        run.event("paused", code="disk.full", free=790, needed=53_687_091)  # a disk of a gigabyte
+        message = status_of(tmp_path).message
+        assert message.startswith("the disk is full: 790 bytes free, it goes on by itself at 53.69 MB; step 40/100")
         run.event("continued")
         assert status_of(tmp_path).state == "running"
         (tmp_path / "supervision").mkdir()
