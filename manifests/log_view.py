@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from manifests.commit import read
+from manifests.evidence import JUDGED
 from manifests.plain_text import plain_log_line
+from manifests.runs import launcher_processes, without_refused
 from shared.errors import ConfigRefused, DataMissing
 
 # The tail of a file is looked for in its last bytes only.
@@ -37,16 +40,27 @@ def logs_of(run_dir: Path, rank: str | None = None, *, stacks: bool = False) -> 
     """
     found = _stack_files(run_dir) if stacks else _log_files(run_dir)
     if not found:
-        what = "no stacks: no worker hung or crashed"
-        if not stacks:  # torchrun's and Slurm's processes print where these say
-            what = "no logs: nothing was started there by `dflash train` or `dflash extract`"
-        raise DataMissing(f"{run_dir} holds {what}; `dflash status {run_dir}` says what it is")
+        raise DataMissing(f"{run_dir} holds {_why_none(run_dir, stacks)}")
     if rank is None:
         return [log for log in found if log.rank.isdigit()] or found
     if chosen := [log for log in found if log.rank == rank]:
         return chosen
     names = sorted({log.rank for log in found}, key=_in_order)
     raise ConfigRefused(f"{run_dir} has no {'stacks' if stacks else 'log'} of rank {rank}; it has {', '.join(names)}")
+
+
+def _why_none(run_dir: Path, stacks: bool) -> str:
+    says = f"`dflash status {run_dir}` says what it is"
+    if stacks:
+        return f"no stacks: no worker hung or crashed; {says}"
+    ours = without_refused([record for record in read(run_dir, "runs") if record["command"] in JUDGED])
+    started = [record for record in ours if record["state"] == "started"]
+    if started and (processes := launcher_processes(started[-1])) is not None:
+        return (
+            f"no logs: torchrun or Slurm started its {processes} processes and kept what they printed; look at the "
+            f"terminal, in its --log-dir or slurm-*.out; `dflash why {run_dir}` says how the run ended"
+        )
+    return f"no logs: nothing was started there by `dflash train` or `dflash extract`; {says}"
 
 
 def _log_files(run_dir: Path) -> list[LogFile]:

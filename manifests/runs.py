@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +115,14 @@ def without_refused(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Run records less those of refused commands, unless nothing else ever ran."""
     refused = {record["run_id"] for record in runs if record["state"] == "refused"}
     return [record for record in runs if record["run_id"] not in refused] or runs
+
+
+def launcher_processes(started: Mapping[str, Any]) -> int | None:
+    """How many processes torchrun or Slurm started for the run of this first record; None for our own launcher."""
+    found: Any = started
+    for name in ("detail", "provenance", "world_size"):  # another version may have written something else
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, int) else None
 
 
 def owned_part(folder: Path, command: str) -> Path:

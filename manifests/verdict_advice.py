@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from manifests.evidence import Evidence
+from manifests.runs import launcher_processes
 from manifests.verdict_errors import ADVICE_BY_TEXT
 from manifests.verdict_finding import Finding
 from shared.errors import (
@@ -22,16 +23,22 @@ from shared.errors import (
     error_classes,
 )
 
-_GO_ON = "`dflash resume {run}`"
-_THEN = f"; then: {_GO_ON}"
+# `dflash logs` and `dflash resume` refuse a run of torchrun: it kept the output, and only its command can begin again.
+_OURS = {
+    "logs": "`dflash logs {run}`",
+    "rank_logs": "`dflash logs {run}{rank}`",
+    "go_on": "`dflash resume {run}`",
+}
+_KEPT = "kept by torchrun or Slurm: the terminal, --log-dir, slurm-*.out"
+_THEIRS = {"logs": _KEPT, "rank_logs": _KEPT, "go_on": "run the same torchrun command again (or srun)"}
 _LESS = "use less (fewer workers, smaller batches)"
 _ADVICE = {
     "running": "watch it with: `dflash logs {run} -f`",
     "done": "nothing to do",
-    "py.exception": "read the traceback (`dflash logs {run}{rank}`) and mend the cause",
-    "py.thread_lost": "read the traceback (`dflash logs {run}{rank}`) and mend the cause",
-    "py.exit0_undone": "find who calls exit before the work is done (`dflash logs {run}{rank}`)",
-    "py.exit_code": "read its last lines (`dflash logs {run}{rank}`)",
+    "py.exception": "read the traceback ({rank_logs}) and mend the cause",
+    "py.thread_lost": "read the traceback ({rank_logs}) and mend the cause",
+    "py.exit0_undone": "find who calls exit before the work is done ({rank_logs})",
+    "py.exit_code": "read its last lines ({rank_logs})",
     "sig.bus.shm": "make /dev/shm larger (docker: --shm-size=8g; kubernetes: an emptyDir of medium Memory)",
     "sig.segv": "read the stack in {fault}; if it comes again, suspect the newest library or the hardware",
     "sig.kill.oom_cgroup": f"give the container more memory, or {_LESS}",
@@ -46,7 +53,7 @@ _ADVICE = {
     "comm.mismatch": "compare the stacks of the ranks (`dflash why {run}`): one took another way through the code",
     "hang.stopped": "find who stopped the process (SIGSTOP, Ctrl-Z, a debugger)",
     "hang.io": "look at the disk or network mount that it waits for (dmesg, mount)",
-    "hang.startup": "read its last lines (`dflash logs {run}{rank}`): it never came to its own work",
+    "hang.startup": "read its last lines ({rank_logs}): it never came to its own work",
     "disk.full": "make room on the disk of {run}; finished work is kept",
     "disk.read_only": "make the disk of {run} writable again (one with errors is remounted read-only: dmesg)",
     "disk.io": "the disk or network mount answers with errors (dmesg): move to another one",
@@ -54,11 +61,11 @@ _ADVICE = {
     "log.full": "make room where the logs of {run} are",
     "data.corrupt": "mend the store that is named (`dflash store verify --repair`)",
     "data.nonfinite": "look at the losses before it (`dflash query`), lower the learning rate or take that data out",
-    "compile.contract": "read the message (`dflash logs {run}{rank}`); report it if you did not change the code",
+    "compile.contract": "read the message ({rank_logs}); report it if you did not change the code",
     "sup.killed": "find what killed the supervisor (an admin, a script); finished work is kept",
     "progress.none": "mend the cause first: the same failure comes each time",
     "storm": "mend the cause first: it failed again and again within minutes",
-    "unknown": "read the last lines (`dflash logs {run}`)",
+    "unknown": "read the last lines ({logs})",
 }
 _BY_FAMILY = {
     "hang.": "look in the stacks (`dflash why {run}`) at what the named rank waits for",
@@ -77,13 +84,16 @@ def advice_on(evidence: Evidence, finding: Finding) -> str:
     fault = f"{evidence.run_dir}/logs/{evidence.role}-{finding.ranks[0] if finding.ranks else 'N'}.fault"
     if code == "running" and evidence.now.supervisor_alive is None:
         return f"ask on its own host: `dflash status {evidence.run_dir}`"
+    theirs = launcher_processes(evidence.run or {}) is not None
+    values = {"run": evidence.run_dir, "rank": rank, "fault": fault}
+    values |= {name: text.format(**values) for name, text in (_THEIRS if theirs else _OURS).items()}
     if code in _AT_ONCE:
-        return f"go on with: {_GO_ON.format(run=evidence.run_dir)}"
+        return values["go_on"] if theirs else f"go on with: {values['go_on']}"
     family = next((text for start, text in _BY_FAMILY.items() if code.startswith(start)), _ADVICE["unknown"])
     text = _ADVICE.get(code, family)
     if code.startswith(("py.", "gpu.fault")):
         text = next((advice for words, advice in ADVICE_BY_TEXT if re.search(words, finding.sentence)), text)
-    return f"{text}{'' if code in _NOTHING else _THEN}".format(run=evidence.run_dir, rank=rank, fault=fault)
+    return text.format(**values) + ("" if code in _NOTHING else f"; then: {values['go_on']}")
 
 
 _EXIT = {

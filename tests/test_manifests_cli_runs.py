@@ -168,6 +168,19 @@ def test_following_ends_with_the_run_and_quietly_with_its_reader(tmp_path: Path)
             assert (left.stderr.read(), follower.stderr.read()) == ("", "")
 
 
+def test_logs_that_torchrun_kept_are_said_to_be_there(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path).started(world_size=2).record("failed", "RuntimeError: reset", 1)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "train-0.fault").touch()
+    MadeRun(tmp_path, "refused").started().record("refused", exit_code=43)
+    for more in ((), ("-f",), ("--rank", 1)):
+        problem = fault(run("logs", tmp_path, *more))
+        assert isinstance(problem, DataMissing)
+        assert "torchrun or Slurm started its 2 processes and kept what they printed; look at the" in str(problem)
+    made.log(1, "redirected there\n")
+    assert run("logs", tmp_path).output == "redirected there\n"
+
+
 @pytest.mark.parametrize("following", [[], ["-f"]], ids=["", "follow"])
 def test_a_full_disk_behind_the_output_is_not_taken_for_the_run_folders(tmp_path: Path, following: list[str]) -> None:
     MadeRun(tmp_path).started().log(0, "first\n").record("failed", exit_code=50)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from verdict_night import Night
+from verdict_scenarios import scenarios
 
 from manifests.evidence_files import log_tails
 from manifests.verdict import Verdict, verdict
@@ -175,3 +177,29 @@ def test_a_rank_that_we_asked_to_leave_is_not_missed() -> None:
     assert (waited(asked=False).code, waited(asked=False).ranks) == ("comm.mismatch", (2,))
     assert (waited(asked=True).code, waited(asked=True).ranks) == ("comm.mismatch", (0, 1))
     assert "for rank 2" not in waited(asked=True).sentence
+
+
+def test_the_advice_for_a_run_of_torchrun_names_what_works_there() -> None:
+    launched = {"detail": {"provenance": {"world_size": 2}}}
+    for scenario in scenarios():
+        made = scenario.evidence
+        found = verdict(
+            replace(
+                made, run=(made.run or {}) | launched, supervisor=None, now=replace(made.now, supervisor_alive=None)
+            )
+        )
+        assert "dflash resume" not in found.advice, scenario.name
+        assert "dflash logs" not in found.advice, scenario.name
+        assert found.code in ("running", "done") or "run the same torchrun command again" in found.advice, found
+    night = Night(supervised=False)
+    night.beating(30.0)
+    night.ending(30.2, 0, "RuntimeError", "Connection reset by peer")
+    made = night.evidence()
+    ours = verdict(made)
+    assert ours.advice == "read the last lines (`dflash logs runs/a`); then: `dflash resume runs/a`"
+    theirs = verdict(replace(made, run=(made.run or {}) | launched))
+    assert (theirs.code, theirs.advice) == (
+        ours.code,
+        "read the last lines (kept by torchrun or Slurm: the terminal, --log-dir, slurm-*.out); then: run the same "
+        "torchrun command again (or srun)",
+    )
