@@ -119,6 +119,20 @@ def open_run(evidence: Evidence) -> tuple[str, str, RunPicture]:
     )  # fmt: skip
 
 
+def judged_run(evidence: Evidence) -> tuple[str, RunPicture]:
+    """(sentence, picture) of a run that has an ending on record, judged from its evidence."""
+    assert evidence.run is not None
+    found = verdict(evidence)
+    return found.sentence, RunPicture(
+        run_id=str(evidence.run["run_id"]),
+        host=_host(evidence),
+        exit_code=(evidence.ended or {}).get("exit_code"),
+        restarts=len(evidence.named("restart")),
+        verdict=found.as_dict(),
+        gaps=evidence.gaps,
+    )
+
+
 def state_of(evidence: Evidence) -> str:
     """Whether an unended run lives: by the folder's lock, its processes and, on another host, its signs of life."""
     now = evidence.now

@@ -20,8 +20,8 @@ from manifests.folders import kind_of_folder, planned_or_none, run_folders
 from manifests.lines import parse, scan
 from manifests.records import MOVED
 from manifests.run_picture import LIVING as LIVING
-from manifests.run_picture import RunPicture, open_run
-from manifests.runs import is_owned, owned_part, without_refused
+from manifests.run_picture import RunPicture, judged_run, open_run
+from manifests.runs import is_owned, launcher_processes, owned_part, without_refused
 from shared.beat import read_beat
 from shared.gpus import GpuQuestion
 from shared.progress import combine, line
@@ -84,7 +84,8 @@ def status_of(folder: Path, *, holdings: bool = True) -> FolderStatus:
     elif state == "started":
         state, message = _unsupervised(folder, command)
     elif command in JUDGED:
-        run = _ended_run(folder, last)
+        judged = _ended_under_torchrun(folder, last)
+        message, run = judged or (message, _ended_run(folder, last))
     return FolderStatus(
         str(folder), kind_of_folder(folder), command, state, message, _holds(folder) if holdings else {}, run
     )
@@ -111,9 +112,27 @@ def _unsupervised(folder: Path, command: str) -> tuple[str, str]:
     )
 
 
+def _ended_under_torchrun(folder: Path, last: dict[str, Any]) -> tuple[str, RunPicture] | None:
+    """(sentence, picture) of a run of torchrun or Slurm that ended badly; None for any other.
+
+    Its record is rank 0's, which tells of the consequence when another rank died ("Connection reset by peer"), and no
+    supervisor left a verdict: it is worked out as `dflash why` does.
+    """
+    if last["state"] not in ("failed", "interrupted") or _supervisor_events(folder, last).is_file():
+        return None
+    evidence = collect(folder)
+    if evidence.run is None or evidence.run["run_id"] != last["run_id"] or launcher_processes(evidence.run) is None:
+        return None
+    return judged_run(evidence)
+
+
+def _supervisor_events(folder: Path, last: dict[str, Any]) -> Path:
+    return folder / "manifest" / f"events.supervisor-{last['run_id']}.jsonl"
+
+
 def _ended_run(folder: Path, last: dict[str, Any]) -> RunPicture:
     """How a run ended: its exit code, and the last verdict of its supervisor."""
-    path = folder / "manifest" / f"events.supervisor-{last['run_id']}.jsonl"
+    path = _supervisor_events(folder, last)
     events = _read_with_damage(path)[0] if path.is_file() and last["state"] != "finished" else []
     verdicts = [event["detail"].get("verdict") for event in events if event["event"] == "verdict"]
     host = next((event["detail"].get("host") for event in events if event["event"] == "supervisor started"), "")

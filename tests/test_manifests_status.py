@@ -21,11 +21,13 @@ from supervised import least_of_three
 
 from manifests import status as status_module
 from manifests.commit import Ledger, files_of, read
+from manifests.evidence import collect
 from manifests.query import ask
 from manifests.records import CheckpointRecord, RunRecord, ShardRecord
 from manifests.runs import is_owned, recorded
 from manifests.status import FolderStatus, status_of, statuses
 from manifests.status_text import lines_of
+from manifests.verdict import verdict
 from shared.atomic import write_json
 from shared.errors import CheckpointMismatch, ConfigRefused, DiskFull, Interrupted, NonFinite, RunBusy
 from shared.gpus import Gpu, GpuReport
@@ -323,6 +325,27 @@ def test_how_a_run_failed_is_told_with_its_verdict(tmp_path: Path) -> None:
     assert "to do: more memory" in text_of(status)
 
 
+def test_a_run_of_torchrun_is_judged_as_by_why(tmp_path: Path) -> None:
+    """Rank 1 was killed: the record is rank 0's and names what that met."""
+    said = "RuntimeError: [gloo] Read error: Connection reset by peer"
+    MadeRun(tmp_path, ago=60).started(world_size=2, host="node7")
+    run = MadeRun(tmp_path).beat(1, GONE, "step", 40, silent_s=3.0).beat(0, GONE + 1, "step", 41)
+    ending = {"pid": GONE + 1, "start_ticks": 1, "rank": 0, "started": time.time() - 10, "ended": time.time()}
+    ending |= {"code": 1, "error": "RuntimeError", "message": said, "traceback": "", "phase": "step", "done": 41}
+    (tmp_path / "workers").mkdir()
+    write_json(tmp_path / "workers" / "train-0.json", ending | {"attempt": 1, "unit": "steps", "signal": None})
+    run.record("failed", said, 1)
+    why = json.loads(json.dumps(verdict(collect(tmp_path)).as_dict()))
+    status = status_of(tmp_path)
+    assert (why["code"], why["ranks"]) == ("unknown", [1])
+    assert json.loads(json.dumps(status.as_dict()))["run"]["verdict"] == why
+    assert (status.state, status.message, told(status).exit_code) == ("failed", why["sentence"], 1)
+    assert "    cause: unknown (unknown), rank 1, in phase step" in text_of(status)
+    assert f"    more: dflash why {tmp_path}" in lines_of(status)
+    run.record("finished", exit_code=0)
+    assert (status_of(tmp_path).message, told(status_of(tmp_path)).verdict) == ("", None)
+
+
 def test_an_end_that_a_full_disk_did_not_record(tmp_path: Path) -> None:
     run = MadeRun(tmp_path).started().supervised(GONE)
     run.event("supervisor ended", "no room", state="failed", exit_code=41, code="disk.full", error="DiskFull")
@@ -337,7 +360,7 @@ def test_an_evaluation_beside_a_lost_training_does_not_hide_it(tmp_path: Path) -
 
 
 def test_a_second_is_enough_and_nothing_heavy_is_loaded(tmp_path: Path) -> None:
-    """30,000 blocks, a terabyte of document records that must not be read, and a lost training."""
+    """30,000 blocks, a terabyte of document records that must not be read, a lost and a failed training."""
     store = tmp_path / "x.zarr"
     ledger = Ledger(store, "w0")
     ledger.append(
@@ -350,6 +373,7 @@ def test_a_second_is_enough_and_nothing_heavy_is_loaded(tmp_path: Path) -> None:
         with (store / "manifest" / f"{kind}.w0.jsonl").open("wb") as file:
             file.truncate(1 << 40)
     MadeRun(tmp_path / "run").started().supervised(GONE).beat(0, GONE, "step", 40)
+    MadeRun(tmp_path / "torchrun").started(world_size=2).beat(0, GONE, "step", 40).record("failed", "reset", 1)
     code = (
         "import sys\nfrom shared.cli import cli\n"
         f"cli.main(['status', {str(tmp_path)!r}], standalone_mode=False)\n"
@@ -364,6 +388,7 @@ def test_a_second_is_enough_and_nothing_heavy_is_loaded(tmp_path: Path) -> None:
         assert done.stdout.splitlines()[-1] == "heavy: []"
         assert "blocks: 30,000" in done.stdout
         assert "[folder]  train lost" in done.stdout
+        assert f"more: dflash why {tmp_path / 'torchrun'}" in done.stdout
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert least_of_three(seconds, 1.0) < 1.0
