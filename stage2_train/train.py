@@ -39,7 +39,7 @@ from stage2_train.training_parts import Parts, set_up
 logger = logging.getLogger(__name__)
 NOT_PROMISED = (
     "started by torchrun or Slurm, not by our supervisor: nothing is restarted, a hang is not noticed, and of a kill "
-    "only a silent heartbeat remains; `dflash status`, `why`, `logs` and `stop` work"
+    "only a silent heartbeat remains; `dflash status`, `why`, `stop` and `logs --stacks` work"
 )
 
 
