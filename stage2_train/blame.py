@@ -1,16 +1,20 @@
 """Who made the numbers bad: one sentence, the same on every rank, with rank, row, document and parameter.
 
-Called by step.py when a loss or a gradient is not finite, before anything is updated. Slow: the run ends here.
+Called by step.py when a loss or a gradient is not finite, before anything is updated, and by estimate.py when its sums
+are not. Slow: the run ends here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from torch import nn
 
 from stage2_train.batch import Batch
 from stage2_train.distributed import Ranks
 from stage2_train.gradient import Gradient
+from stage2_train.sharding import held_weights
 
 _ADVICE = "lower --learning-rate or raise --warmup-ratio (the last checkpoint is kept)"
 
@@ -33,6 +37,30 @@ def blame(parts: Sequence[Batch], loss: float, norm: float, gradient: Gradient, 
         if found:
             return _sentence(found[0], key, table, gradient, step)
     return f"the gradient norm over all ranks is {norm} at step {step}, every single gradient is finite; {_ADVICE}"
+
+
+def blame_estimate(suspects: Iterable[Batch], drafter: nn.Module, ranks: Ranks, step: int) -> str:
+    """What to tell the user of held-out sums that are not finite; a collective.
+
+    `suspects`: batches of this rank whose counts were not finite. Weights break every document, so what was read is
+    asked first: a document that is broken says nothing about weights.
+    """
+    document = next((found for batch in suspects if (found := _bad_document([batch])[1]) >= 0), -1)
+    held = held_weights(drafter)
+    largest = [float(weight.abs().max()) if weight.numel() else 0.0 for weight in held.values()]
+    broken = next((index for index, size in enumerate(largest) if not math.isfinite(size)), -1)
+    table = ranks.gather([document, broken, max((size for size in largest if math.isfinite(size)), default=0.0)])
+    for rank, (number, _, _) in enumerate(table):
+        if number >= 0:
+            cause = (
+                f"rank {rank} read features of held-out document {int(number)} that are not finite: extract it again"
+            )
+            return f"non-finite held-out estimate at step {step}; {cause}"
+    named = [int(index) for _, index, _ in table if index >= 0]
+    cause = f"all stored features are finite, weights are up to {max(size for _, _, size in table):.3g}"
+    if named:
+        cause = f"all stored features are finite, the weight {list(held)[min(named)]} is not"
+    return f"non-finite held-out estimate at step {step}; {cause}: {_ADVICE}"
 
 
 def _sentence(rank: int, key: int, table: list[list[float]], gradient: Gradient, step: int) -> str:

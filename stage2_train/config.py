@@ -21,6 +21,10 @@ from stage2_train.objectives import Objective
 
 PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
+# AdamW divides the rate by as little as 0.1 (its first bias correction), Muon multiplies it by 0.2 sqrt(side): from
+# 3.4e38 on that is no float32 any more, and torch's error names no option.
+HIGHEST_LEARNING_RATE = 1e30
+
 # What may change between two starts of one run: it moves no number of the result beyond rounding.
 FREE_FIELDS = frozenset(
     {
@@ -190,6 +194,8 @@ class TrainConfig:
         for name in ("learning_rate", "clip"):
             if not getattr(self, name) > 0:
                 raise ConfigRefused(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0")
+        if self.learning_rate > HIGHEST_LEARNING_RATE:
+            raise ConfigRefused(f"--learning-rate is {self.learning_rate}; it must be at most {HIGHEST_LEARNING_RATE}")
         if self.device == "cpu" and self.attention == "flex":
             raise ConfigRefused("--attention flex on a CPU: flex_attention has no backward there; use sdpa or auto")
         self.objective()

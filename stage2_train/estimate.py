@@ -14,13 +14,16 @@ evaluation has other prompts and lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from shared.errors import NonFinite
 from stage2_train.acceptance import Cycle
+from stage2_train.batch import Batch
+from stage2_train.blame import blame_estimate
 from stage2_train.data import BatchBuilder, Share
 from stage2_train.distributed import Ranks
 from stage2_train.drafter import Drafter
@@ -38,14 +41,18 @@ def estimate(
     engine: Engine,
     ranks: Ranks,
     told: Callable[[int], None] = lambda documents: None,
+    *,
+    step: int = 0,
 ) -> dict[str, float]:
     """Acceptance numbers over the builder's documents, the same in every process; {} when nothing is supervised.
 
-    `told` hears after every pass how many documents all processes have done together.
+    `told` hears after every pass how many documents all processes have done together. Raises NonFinite in every
+    process, naming `step` and the cause: a document, or the weights.
     Shapes are those of training. Gradients stay enabled though nothing is differentiated: a compiled layer has one
     graph for grad mode, and no_grad would make a second.
     """
     counts = torch.zeros(count_size(engine.objective.drafts), dtype=torch.float64, device=engine.device)
+    done: list[tuple[Sequence[Row], torch.Tensor]] = []
     cycles: list[Cycle] = []
     documents = 0
     rows = pack(builder.lengths(), range(len(builder.documents)), builder.shapes.max_length)
@@ -57,16 +64,27 @@ def estimate(
                 # A rank without rows runs on empty ones: layers that are sharded are gathered by all ranks or none.
                 if not any(any(part) for part in parts):
                     continue
-                counts += _follow(drafter, builder, parts[share.rank], passes(builder, parts), engine, cycles)
+                mine = parts[share.rank]
+                done.append((mine, _follow(drafter, builder, mine, passes(builder, parts), engine, cycles)))
+                counts += done[-1][1]
                 documents += sum(len(row) for part in parts for row in part)
                 told(documents)
     played = [len(cycles), sum(cycle.kept for cycle in cycles)]
     sums = torch.cat([counts, torch.tensor(played, dtype=torch.float64, device=engine.device)])
     sums = ranks.sum(sums).cpu()
+    if not torch.isfinite(sums).all():  # of all ranks together, so that none goes on alone
+        raise NonFinite(blame_estimate(_suspects(builder, done), drafter, ranks, step))
     numbers = read_counts(sums[:-2])
     if sums[-2] > 0:
         numbers["acceptance_length_estimate"] = float(sums[-1] / sums[-2])
     return numbers
+
+
+def _suspects(builder: BatchBuilder, done: Sequence[tuple[Sequence[Row], torch.Tensor]]) -> Iterator[Batch]:
+    """The passes of this rank whose counts are not finite, read once more."""
+    for rows, counts in done:
+        if not torch.isfinite(counts).all():
+            yield from builder.follow(rows, 1)
 
 
 def passes(builder: BatchBuilder, parts: Sequence[Sequence[Row]]) -> int:

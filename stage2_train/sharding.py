@@ -70,6 +70,14 @@ def _rows(whole: Tensor, world_size: int, rank: int) -> Tensor:
     return whole[rank * size : (rank + 1) * size]
 
 
+def held_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The module's parameters as far as this rank holds them: whole, or its rows; no collective."""
+    return {
+        name: _local(weight) if isinstance(weight, DTensor) else weight.detach()
+        for name, weight in module.named_parameters()
+    }
+
+
 @torch.no_grad()
 def _gather(own: Tensor, shape: torch.Size) -> Tensor:
     """All ranks' rows as one tensor on the CPU of rank 0; nothing on the others.

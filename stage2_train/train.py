@@ -200,17 +200,19 @@ def _step(parts: Parts, state: dict[str, Any], feed: Feed, metrics: Metrics, con
 def _evaluate(
     parts: Parts, state: dict[str, Any], metrics: Metrics, contract: Contract, reporter: Reporter
 ) -> dict[str, float]:
-    state["evaluated_at"] = state["global_step"]
+    state["evaluated_at"] = step = state["global_step"]
     if parts.heldout is None:
         return {}
     started = time.perf_counter()
     with contract.watch("the held-out estimate"):
-        found = estimate(parts.drafter, parts.heldout, parts.share, parts.engine, parts.ranks, reporter.inner)
+        found = estimate(
+            parts.drafter, parts.heldout, parts.share, parts.engine, parts.ranks, reporter.inner, step=step
+        )
     if not found:
         return {}
     state["acceptance_length_estimate"] = found["acceptance_length_estimate"]
     metrics.record(state, {"heldout": found | {"seconds": time.perf_counter() - started}})
-    logger.info("held-out estimate at step %d: %s", state["global_step"], headline(found))
+    logger.info("held-out estimate at step %d: %s", step, headline(found))
     return {"held-out": found["acceptance_length_estimate"]}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import CheckpointMismatch
+from shared.errors import CheckpointMismatch, NonFinite
 from shared.json_file import read_object
 from stage2_train.checkpoint_folder import DRAFTER_FILE, newest_complete, read_info
 from stage2_train.config import TrainConfig
@@ -92,7 +92,11 @@ def require_fits(record: Record, drafter: DrafterConfig) -> None:
 
 
 def load(drafter: Drafter, record: Record) -> None:
-    """Overwrite all weights of `drafter`. Raises CheckpointMismatch when the folder has changed since its record."""
+    """Overwrite all weights of `drafter`.
+
+    Raises CheckpointMismatch when the folder has changed since its record, NonFinite for weights that are no numbers:
+    every rank reads the whole file, so all do. The run would find out too, and blame its learning rate.
+    """
     from stage2_train.checkpoint import load_drafter
 
     folder = Path(record["path"])
@@ -103,6 +107,12 @@ def load(drafter: Drafter, record: Record) -> None:
             "start a new --run"
         )
     source, _, _ = load_drafter(folder)
+    for name, weight in source.state_dict().items():
+        if bad := int((~weight.isfinite()).sum()):
+            raise NonFinite(
+                f"--warm-start {_weights(folder)}: {bad:,} of the {weight.numel():,} numbers in tensor {name} are not "
+                "finite; restore the file or pass another drafter"
+            )
     drafter.load_state_dict(source.state_dict())
 
 
@@ -150,8 +160,12 @@ def _folder(asked: Path) -> Path:
 
 def _sha256(folder: Path) -> str:
     """sha256 of the file with the weights."""
+    with _weights(folder).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _weights(folder: Path) -> Path:
     for name in (DRAFTER_FILE, "model.safetensors"):
         if (folder / name).is_file():
-            with (folder / name).open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            return folder / name
     raise CheckpointMismatch(f"{folder} has a config.json but no weights in one file (model.safetensors)")

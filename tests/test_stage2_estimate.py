@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_decoding import PROMPTS, Drafter, fitted, slow_drafts, slow_greedy, slow_speculative, tiny_target
-from toy_run import ALONE, config_of, run_here
+from toy_run import ALONE, command, config_of, run_command, run_here
 from toy_store import MASK, Text, counting_texts, make_store
 
+from shared.errors import NonFinite
 from shared.store_layout import from_bf16
 from stage2_train.acceptance import acceptance_length
 from stage2_train.anchors import eligible_anchors, run_ends
@@ -136,3 +137,32 @@ def test_few_anchors_a_row_only_take_more_passes(tmp_path: Path, anchors: int) -
     rows = pack(part.heldout.lengths(), range(len(part.heldout.documents)), 48)
     assert passes(part.heldout, [rows]) > 47 // anchors - 3
     assert passes(part.heldout, [[()]]) == 1
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_a_held_out_document_that_is_not_finite_is_named(tmp_path: Path, precision: str) -> None:
+    store = make_store(tmp_path / "x.zarr", counting_texts(16), corrupt=7, precision=precision)
+    with pytest.raises(
+        NonFinite, match=r"held-out estimate at step 0; rank 0 read .* document 7 that are not finite: ex"
+    ):
+        run_here(config_of(store, tmp_path / "run"))
+
+
+def test_every_process_gives_the_same_reason(tmp_path: Path) -> None:
+    """The command ends with the reason's own code: had one rank gone on alone, the other would wait in a collective."""
+    store = make_store(tmp_path / "x.zarr", counting_texts(16), corrupt=7)
+    done = run_command(command(config_of(store, tmp_path / "run"), "--nproc=2"))
+    assert done.returncode == NonFinite.exit_code, done.stderr
+    assert "held-out document 7 that are not finite: extract it again" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e31])
+def test_weights_that_estimate_nothing_are_named(tmp_path: Path, value: float) -> None:
+    parts = run_here(config_of(make_store(tmp_path / "x.zarr", counting_texts(16)), tmp_path / "run", steps=1))
+    with torch.no_grad():
+        parts.drafter.layers[1].mlp.up_proj.weight.mul_(value)
+        parts.drafter.layers[1].mlp.gate_proj.weight.mul_(value)
+    said = r"up to \d.*e\+29" if value > 0 else r"the weight layers\.1\.mlp\.gate_proj\.weight is not"
+    with pytest.raises(NonFinite, match=rf"at step 3; all stored features are finite, .*{said}: lower --learning-rate"):
+        estimate(parts.drafter, parts.heldout, parts.share, parts.engine, ALONE, step=3)

@@ -178,6 +178,7 @@ def test_a_store_with_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
         {"warmup_ratio": 1.5},
         {"gamma": 0.0},
         {"learning_rate": float("nan")},
+        {"learning_rate": 1e38},
         {"keep": 0},
     ],
 )

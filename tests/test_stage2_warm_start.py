@@ -16,7 +16,7 @@ from toy_run import config_of, curve, run_here
 from toy_store import counting_texts, make_store
 
 from manifests.commit import read
-from shared.errors import CheckpointMismatch
+from shared.errors import CheckpointMismatch, NonFinite
 from shared.json_file import read_object
 from stage2_train import launch_train, warm_start
 from stage2_train.checkpoint import load_drafter
@@ -177,6 +177,17 @@ def test_weights_changed_between_check_and_start_are_refused(store: Path, publis
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointMismatch, match=r"were \w{64} when the run began and are \w{64} now"):
         warm_start.begin(Drafter(load_drafter(folder)[1]), run, tmp_path / "run")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float, store: Path, published: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(published, tmp_path / "drafter")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc.weight"][0, :2] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = r"model\.safetensors: 2 of the [\d,]+ numbers in tensor fc\.weight are not finite"
+    with pytest.raises(NonFinite, match=said):
+        start_of(config_of(store, tmp_path / "run", warm_start=folder, **SHORT))
 
 
 def test_untrained_means_the_weights_a_run_began_with(tmp_path: Path) -> None:
