@@ -64,6 +64,31 @@ class Batch:
     coverable: int
     """Supervised tokens that would be, were every possible anchor used."""
 
+    def teacher_is_whole(self) -> bool:
+        """Whether every logsumexp is a finite number; true without distributions.
+
+        Asked at every step: +inf makes all of the teacher's probabilities 0 and no loss that is not finite. Any other
+        broken number of a distribution does.
+        """
+        return self.teacher_logsumexp is None or bool(np.isfinite(self.teacher_logsumexp).all())
+
+    def broken_blocks(self, row: int) -> Array:
+        """[N] bool: whether a number of the teacher's distributions for the block is broken.
+
+        A logit of -inf is none: it is a probability of 0.
+        """
+        if self.teacher_logsumexp is None or self.teacher_logits is None:
+            return np.zeros(self.start.shape[1], bool)
+        bits = self.teacher_logits[row]
+        nan_or_inf = ((bits & 0x7F80) == 0x7F80) & (bits != 0xFF80)
+        return np.asarray(nan_or_inf.any(axis=(1, 2)) | ~np.isfinite(self.teacher_logsumexp[row]).all(axis=1))
+
+    def document_at(self, row: int, token: int) -> int:
+        """Row number, in the prepared data, of the document that a token of a row belongs to."""
+        # Every document of a row starts at position 0 again.
+        number = int((self.context_positions[row, : token + 1] == 0).sum()) - 1
+        return self.documents[row][min(number, len(self.documents[row]) - 1)]
+
     def finite_tokens(self, row: int) -> Array:
         """[S] bool: whether each token's features are finite numbers."""
         if self.scales is None or self.channels is None or self.blocks is None:

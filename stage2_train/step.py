@@ -80,11 +80,13 @@ class Stepper:
             sums = part if sums is None else sums + part
         assert sums is not None, "a step has at least one micro-batch"
         self.gradient.finish()
-        facts = _on_device([stop(), *(sum(getattr(b, name) for b in rows.parts) for name in FACTS)], device)
+        # Not seen in the loss: NaN in the sum over ranks tells all of them at once.
+        teacher = 0.0 if all(batch.teacher_is_whole() for batch in rows.parts) else math.nan
+        facts = _on_device([stop(), teacher, *(sum(getattr(b, name) for b in rows.parts) for name in FACTS)], device)
         shared = self.ranks.sum(torch.cat([self.gradient.squares()[None], facts, sums]))
         read = torch.cat([divisor, shared]).cpu()
-        weight, squares, stopping, tokens, without, covered, coverable, *_ = read.tolist()
-        counts, loss, norm = read[3 + len(FACTS) : -1], float(read[-1]), math.sqrt(squares)
+        weight, squares, stopping, _, tokens, without, covered, coverable, *_ = read.tolist()
+        counts, loss, norm = read[4 + len(FACTS) : -1], float(read[-1]), math.sqrt(squares)
         if not torch.isfinite(read).all():
             raise NonFinite(blame(rows.parts, float(sums[-1]), norm, self.gradient, self.ranks, step))
         if weight > 0:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy_store
 from rank_processes import train_together
 from safetensors.torch import load_file
 from toy_run import command, config_of, curve, environment, run_command, run_here
@@ -184,6 +185,51 @@ def test_a_stored_number_that_is_not_finite_names_rank_row_and_document(tmp_path
     folder, _ = newest_complete(tmp_path / "run")
     if folder is not None:
         assert all(torch.isfinite(tensor).all() for tensor in load_file(folder / "drafter.safetensors").values())
+
+
+def break_teacher(patch: pytest.MonkeyPatch, name: str, value: float) -> None:
+    """Stores made from now on have this number in the middle of the second document."""
+    whole = toy_store.teacher_arrays
+
+    def broken(ids: Any, topk: int, seed: int) -> dict[str, Any]:
+        arrays = whole(ids, topk, seed)
+        arrays[name][LENGTH + LENGTH // 2] = value
+        return arrays
+
+    patch.setattr(toy_store, "teacher_arrays", broken)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("topk_logits", 0x7FC0), ("topk_logits", 0x7F80), *(("logsumexp", float(bad)) for bad in ("nan", "inf", "-inf"))],
+)
+def test_a_teacher_that_is_not_finite_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float
+) -> None:
+    """+inf in logsumexp makes every loss finite and every probability of the teacher 0: it must be looked for."""
+    break_teacher(monkeypatch, name, value)
+    store = make_store(tmp_path / "x.zarr", [counting_text(i, 1, 3, LENGTH - 3) for i in range(4)], topk=4)
+    with pytest.raises(NonFinite, match=r"before the update.*logits or logsumexp of row \d, document 1 are not finite"):
+        run_here(config_of(store, tmp_path / "run", anchors=LENGTH - 4))
+
+
+def test_all_ranks_name_the_one_that_read_a_broken_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_teacher(monkeypatch, "logsumexp", float("inf"))
+    store = make_store(tmp_path / "x.zarr", [counting_text(i, 1, 3, LENGTH - 3) for i in range(4)], topk=4)
+    ended = train_together(config_of(store, tmp_path / "run", anchors=LENGTH - 4), 2)
+    assert [type(end) for end in ended] == [NonFinite] * 2
+    assert str(ended[0]) == str(ended[1])
+    assert "non-finite teacher on rank" in str(ended[0])
+    assert "document 1 are not finite: extract it again" in str(ended[0])
+
+
+def test_a_logit_of_minus_infinity_is_a_probability_of_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target may forbid words; its store trains."""
+    break_teacher(monkeypatch, "topk_logits", 0xFF80)
+    store = make_store(tmp_path / "x.zarr", [counting_text(i, 1, 3, LENGTH - 3) for i in range(4)], topk=4)
+    parts = run_here(config_of(store, tmp_path / "run", steps=2, anchors=LENGTH - 4))
+    batch = parts.builder.build(epoch_rows(parts.builder.lengths(), 48, 0, 0)[:4], 0)
+    assert not any(batch.broken_blocks(row).any() for row in range(4))
 
 
 def spoil(parts: Any, rank: int, value: float) -> None:
