@@ -23,7 +23,7 @@ from shared.reporter import Reporter
 from shared.stop_file import forget_stop, read_stop
 from shared.worker import Worker, stop_requested
 from stage2_train import checkpoint, launch_train
-from stage2_train.checkpoint_folder import newest_complete, read_info
+from stage2_train.checkpoint_folder import folder_of, newest_complete, read_info
 from stage2_train.compile_warm_up import compiled_regions
 from stage2_train.compiled import Contract
 from stage2_train.config import TrainConfig
@@ -156,7 +156,10 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
             if (step % config.eval_every == 0 or last) and state["evaluated_at"] != step and (last or not stop):
                 reporter.update(phases.EVAL, step, total, "steps", **shown)
                 with metrics.outside():
-                    shown |= _evaluate(parts, state, metrics, contract, reporter)
+                    found = _evaluate(parts, state, metrics, contract, reporter)
+                shown |= found
+                if found and saved_at == step:  # a stop saves without an estimate: the checkpoint gets its score now
+                    _record(parts, state, folder_of(parts.run_dir, step))
             if (step % config.save_every == 0 or last or stop) and step > 0 and saved_at != step:
                 reporter.update(phases.CHECKPOINT, step, total, "steps", **shown)
                 with metrics.outside():
@@ -220,13 +223,22 @@ def _save(parts: Parts, state: dict[str, Any], reporter: Reporter) -> None:
     if parts.ranks.rank > 0:
         checkpoint.contents(parts.drafter, parts.optimizer)  # rank 0 asks for this rank's shares, if there are any
         return
+    folder = checkpoint.save(parts.run_dir, parts.drafter, parts.optimizer, _snapshot(parts, state), reporter.inner)
+    _record(parts, state, folder)
+    reporter.saved(state["global_step"])
+    logger.info("saved %s", folder)
+
+
+def _snapshot(parts: Parts, state: dict[str, Any]) -> checkpoint.Snapshot:
     fresh = state["evaluated_at"] == state["global_step"]
-    snapshot = checkpoint.Snapshot(
+    return checkpoint.Snapshot(
         loop_state=state,
         run={key: value for key, value in parts.run.items() if key in checkpoint.RUN_KEYS},
         acceptance_length_estimate=state["acceptance_length_estimate"] if fresh else None,
     )
-    folder = checkpoint.save(parts.run_dir, parts.drafter, parts.optimizer, snapshot, reporter.inner)
-    checkpoint.record(parts.run_dir, folder, parts.ledger, parts.run_id, snapshot, parts.config.keep)
-    reporter.saved(state["global_step"])
-    logger.info("saved %s", folder)
+
+
+def _record(parts: Parts, state: dict[str, Any], folder: Path) -> None:
+    """Rank 0 says that a checkpoint is done, or once more what it is worth: the newest record of a folder counts."""
+    if parts.ranks.rank == 0:
+        checkpoint.record(parts.run_dir, folder, parts.ledger, parts.run_id, _snapshot(parts, state), parts.config.keep)

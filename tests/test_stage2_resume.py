@@ -17,6 +17,7 @@ from supervised import events, until
 from toy_run import command, config_of, curve, environment, run_command, run_here
 from toy_store import counting_texts, make_store
 
+from manifests.commit import latest, read
 from shared.beat import read_beat
 from shared.ending import ending_path
 from shared.errors import CheckpointMismatch, ConfigRefused, Interrupted
@@ -121,6 +122,30 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(
     same_weights(folder_of(tmp_path / "straight", 10), folder_of(tmp_path / "cut", 10))
     for name, split in (("loss", "train"), ("grad_norm", "train"), ("accuracy_slot_01", "train"), ("nll", "heldout")):
         assert curve(tmp_path / "cut", name, split) == curve(tmp_path / "straight", name, split)
+
+
+@pytest.mark.parametrize("stop_at", [None, 2], ids=str)
+def test_the_best_checkpoint_is_kept_when_a_stop_falls_on_its_estimate(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int | None
+) -> None:
+    """The stop saves step 2 without an estimate; the next start makes it, and the checkpoint must get its score."""
+    config = config_of(store, tmp_path / "run", steps=5, save_every=1, eval_every=1, keep=1)
+    worth = {0: 1.0, 1: 1.5, 2: 3.0, 3: 2.0, 4: 1.9, 5: 1.8}
+    monkeypatch.setattr(train_module, "estimate", lambda *_, step, **_more: {"acceptance_length_estimate": worth[step]})
+    if stop_at is not None:
+        asked = iter(range(1000))
+        with monkeypatch.context() as patch:
+            patch.setattr(train_module, "stop_requested", lambda: next(asked) >= stop_at)
+            with pytest.raises(Interrupted, match="at step 2 of 5"):
+                run_here(config)
+    run_here(config)
+    assert [folder_of(tmp_path / "run", step).name for step in (2, 5)] == sorted(
+        entry.name for entry in (tmp_path / "run" / "checkpoints").iterdir()
+    )
+    newest = latest(read(tmp_path / "run", "checkpoints"), "path")
+    assert {r["global_step"]: r["acceptance_length_estimate"] for r in newest.values()} == {
+        step: worth[step] for step in range(1, 6)
+    }
 
 
 @pytest.mark.crash
