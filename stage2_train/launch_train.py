@@ -22,7 +22,7 @@ from stage2_train import checkpoint_folder, pinned_store, warm_start
 from stage2_train.config import FREE_FIELDS, TrainConfig
 from stage2_train.drafter_config import DrafterConfig, drafter_geometry
 from stage2_train.pinned_store import RUN_FILE
-from stage2_train.selection import select, total_steps
+from stage2_train.selection import has_an_anchor, nothing_to_learn, select, total_steps
 from stage2_train.training_summary import print_summary
 
 
@@ -76,11 +76,9 @@ def check(config: TrainConfig) -> dict[str, Any]:
             "made with --topk 0; extract again with some, or train with --loss ce --labels data"
         )
     documents, _ = select(store, "train")
-    if not documents:
-        raise NothingLeft(
-            f"{config.store} has no training document with two supervised tokens in a row; "
-            f"it holds {len(store.documents)} documents in {len(store.blocks)} blocks"
-        )
+    if has_an_anchor(store, documents, config.max_length) is False:
+        holds = f"it holds {len(store.documents)} documents in {len(store.blocks)} blocks"
+        raise NothingLeft(f"{nothing_to_learn(config.store, config.max_length)}; {holds}")
     require_writable(config.run_dir())
     steps = config.steps
     if steps is None:

@@ -17,7 +17,7 @@ from manifests.runs import recorded
 from shared import phases
 from shared.atomic import remove_partials
 from shared.config import from_dict
-from shared.errors import CheckpointMismatch, ConfigRefused, Interrupted
+from shared.errors import CheckpointMismatch, ConfigRefused, Interrupted, NothingLeft
 from shared.progress import say
 from shared.reporter import Reporter
 from shared.stop_file import forget_stop, read_stop
@@ -33,6 +33,7 @@ from stage2_train.distributed import environment_ranks, pick_device, process_gro
 from stage2_train.estimate import estimate
 from stage2_train.metrics import Metrics, headline
 from stage2_train.pinned_store import read_run
+from stage2_train.selection import nothing_to_learn
 from stage2_train.step import Window
 from stage2_train.training_parts import Parts, set_up
 
@@ -127,7 +128,7 @@ def resume(parts: Parts) -> dict[str, Any]:
 
 def train(parts: Parts, reporter: Reporter | None = None) -> None:
     """Compile, then the loop. Raises Interrupted after a requested stop (a checkpoint is saved), NonFinite before a bad
-    update, CompileContract when a region does not compile as declared.
+    update, NothingLeft when nothing had a label, CompileContract when a region does not compile as declared.
     """
     reporter = reporter or Reporter(parts.run_dir, "train", parts.ranks.rank)
     state = resume(parts)
@@ -153,6 +154,7 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
         while True:
             step = state["global_step"]
             last = step >= total
+            _require_labels(parts, state, last)
             if (step % config.eval_every == 0 or last) and state["evaluated_at"] != step and (last or not stop):
                 reporter.update(phases.EVAL, step, total, "steps", **shown)
                 with metrics.outside():
@@ -189,6 +191,17 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
         feed.close()
         metrics.close()
     reporter.update(phases.DONE, total, total, "steps", **shown)
+
+
+def _require_labels(parts: Parts, state: dict[str, Any], last: bool) -> None:
+    """Raise NothingLeft when a whole epoch, or a whole run that is shorter, had not one label: it trained nothing.
+
+    The check before the start looks at few documents. Labels are counted over all ranks, so that all raise alike.
+    """
+    steps = state["global_step"]
+    if 0 < steps == state["steps_without_labels"] and (state["epoch"] > 0 or last):
+        said = nothing_to_learn(parts.config.store, parts.config.max_length)
+        raise NothingLeft(f"none of the first {steps:,} steps had a label: {said}")
 
 
 def _step(parts: Parts, state: dict[str, Any], feed: Feed, metrics: Metrics, contract: Contract) -> bool:

@@ -35,8 +35,19 @@ def print_summary(run_dir: Path, run: dict[str, Any], headline: str) -> None:
             ("held-out acceptance length (estimate)", f"{estimates[0]['value']:.3f} -> {estimates[-1]['value']:.3f}")
         )
     else:
-        pairs.append(("held-out acceptance length (estimate)", "none: the store has no held-out document"))
+        pairs.append(("held-out acceptance length (estimate)", f"none: {_no_estimate(run_dir, run)}"))
+    if newest is not None and (idle := checkpoint_folder.read_info(newest)["loop_state"]["steps_without_labels"]):
+        pairs.append(("steps without a label", f"{idle:,} of {run['total_steps']:,}: they trained nothing"))
     pairs.append(
         ("next", f"dflash eval --run {run_dir} --data HELDOUT.jsonl  (or the prepared rows: their held-out part)")
     )
     summary(headline, pairs)
+
+
+def _no_estimate(run_dir: Path, run: dict[str, Any]) -> str:
+    if any(event["event"] == "no held-out documents" for event in read(run_dir, "events")):
+        return "the store has no held-out document with two supervised tokens"
+    return (
+        "no held-out document has two supervised tokens in a row among its first "
+        f"{run['config']['max_length']:,} (--max-length)"
+    )

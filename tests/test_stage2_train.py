@@ -25,10 +25,12 @@ from shared.errors import (
     StoreMissing,
 )
 from shared.json_file import sealed
+from shared.store import TeacherStore
 from stage2_train.checkpoint_folder import newest_complete
 from stage2_train.config import TrainConfig
 from stage2_train.estimate import estimate
-from stage2_train.selection import open_store, select
+from stage2_train.selection import MASKS_READ, has_an_anchor, open_store, select
+from stage2_train.training_summary import finish
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +166,76 @@ def test_a_store_with_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
     (store / "plan.json").write_text(json.dumps(sealed({"blocks": [[0, 2], [2, 3]]})))
     with pytest.raises(StoreIncomplete):
         run_here(config_of(store, tmp_path / "run"))
+
+
+LONELY = Text([1, 2, 3, 4], [1, 0, 1, 0])  # two supervised tokens, never two in a row
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pytest.param([counting_text(number, 1, 30, 10) for number in range(3)], id="prompts fill the row"),
+        pytest.param([LONELY] * 3, id="never two in a row"),
+    ],
+)
+def test_documents_without_an_anchor_are_refused_before_the_start(texts: list[Text], tmp_path: Path) -> None:
+    store = make_store(tmp_path / "x.zarr", texts)
+    with pytest.raises(NothingLeft, match=r"two supervised tokens in a row among its first 16 \(--max-length\)"):
+        run_here(config_of(store, tmp_path / "run", max_length=16))
+    assert not (tmp_path / "run").exists()
+
+
+def test_masks_are_read_only_until_the_first_anchor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gap = Text([1] * 9, [1, 1, 0, 0, 0, 0, 0, 0, 1])  # so few that only the mask tells
+    read_masks: list[int] = []
+    real = TeacherStore.read_document
+    monkeypatch.setattr(
+        TeacherStore,
+        "read_document",
+        lambda self, ref, *rest: (read_masks.append(ref.index), real(self, ref, *rest))[1],
+    )
+    for number, (texts, max_length, want, looked_at) in enumerate(
+        [
+            ([LONELY, counting_text(0, 1, 3, 20)], 48, True, []),  # by the numbers of tokens alone
+            ([LONELY, gap, gap, LONELY], 48, True, [0, 1]),
+            ([counting_text(0, 1, 7, 2)], 8, False, [0]),  # one of its two supervised tokens is cut off
+            ([LONELY] * (MASKS_READ + 1), 48, None, list(range(MASKS_READ))),
+        ]
+    ):
+        store = open_store(make_store(tmp_path / f"{number}.zarr", texts))
+        read_masks.clear()
+        assert has_an_anchor(store, select(store, "train")[0], max_length) is want
+        assert read_masks == looked_at
+
+
+def test_an_epoch_without_a_label_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    """Too many documents to look at beforehand: 257 of 4 tokens are 22 rows, 6 steps."""
+    store = make_store(tmp_path / "x.zarr", [LONELY] * (MASKS_READ + 1))
+    done = run_command(command(config_of(store, tmp_path / "run"), "--nproc=2"))
+    assert done.returncode == NothingLeft.exit_code, done.stderr
+    assert "none of the first 7 steps had a label: " in done.stderr
+    with pytest.raises(NothingLeft, match="none of the first 3 steps had a label"):  # no epoch, but all of the run
+        run_here(config_of(store, tmp_path / "short", steps=3))
+    assert newest_complete(tmp_path / "short")[0] is None
+
+
+def test_the_summary_says_what_was_not_trained_and_not_estimated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [LONELY, counting_text(0, 1, 3, 20), counting_text(0, 1, 30, 10, "heldout")]
+    store = make_store(tmp_path / "x.zarr", texts)
+    run_here(config_of(store, tmp_path / "run", max_length=23, batch_rows=1, steps=4))
+    capsys.readouterr()
+    finish(tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "none: no held-out document has two supervised tokens in a row among its first 23 (--max-length)" in said
+    assert "2 of 4: they trained nothing" in said
+    run_here(config_of(make_store(tmp_path / "y.zarr", texts[1:2]), tmp_path / "other", steps=1))
+    capsys.readouterr()
+    finish(tmp_path / "other")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "none: the store has no held-out document with two supervised tokens" in said
+    assert "without a label" not in said
 
 
 @pytest.mark.parametrize(
