@@ -127,12 +127,12 @@ def restore(folder: Path, drafter: Drafter, optimizer: Optimizer) -> dict[str, A
     return state
 
 
-def load_drafter(path: Path) -> tuple[Drafter, DrafterConfig, dict[str, Any]]:
+def load_drafter(path: Path, advice: str = _ADVICE) -> tuple[Drafter, DrafterConfig, dict[str, Any]]:
     """A drafter from a run folder (newest complete checkpoint), a checkpoint folder, or an exported folder.
 
     On the CPU, in the stored dtype, eval mode, without gradients. The third value is {"path", "global_step", "store":
     {"path", "identity"}, ...} of checkpoint.json; for an exported folder only its path.
-    Raises CheckpointMismatch when nothing loadable is there.
+    Raises CheckpointMismatch when nothing loadable is there, StoreDamaged, which ends with `advice`, for damage.
     """
     folder = path
     if not (path / "config.json").is_file():
@@ -147,10 +147,13 @@ def load_drafter(path: Path) -> tuple[Drafter, DrafterConfig, dict[str, Any]]:
     weights = folder / (DRAFTER_FILE if (folder / DRAFTER_FILE).is_file() else EXPORTED_FILE)
     if not weights.is_file():
         raise CheckpointMismatch(f"{folder} has a config.json but neither {DRAFTER_FILE} nor {EXPORTED_FILE}")
-    config = DrafterConfig.from_hf_config(read_object(folder / "config.json", _ADVICE))
-    tensors = read_tensors(weights, _ADVICE)
+    config = DrafterConfig.from_hf_config(read_object(folder / "config.json", advice))
+    tensors = read_tensors(weights, advice)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise CheckpointMismatch(f"{weights}: tensor {name} holds {tensor.dtype}, a drafter's hold floating point")
     drafter = Drafter(config)
-    drafter.to(next(iter(tensors.values())).dtype)
+    drafter.to(next(iter(tensors.values()), drafter.fc.weight).dtype)
     _load_strictly(drafter, tensors, folder)
     drafter.eval().requires_grad_(False)
     info = whole_info(folder) if (folder / INFO_FILE).is_file() else {}

@@ -45,6 +45,45 @@ OPTIONS = {
     "output_multiplier": "",
     "final_logit_softcapping": "",
 }
+_ANOTHER = "start from another drafter"
+# Of what in config.json has shape or arithmetic: its kind.
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "target_hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "num_target_layers",
+            "block_size",
+            "mask_token_id",
+            "max_position_embeddings",
+            "sliding_window",
+        ),
+        int,
+    ),
+    **dict.fromkeys(
+        ("rms_norm_eps", "rope_theta", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+        int | float,
+    ),
+    "target_layer_ids": list,
+    "layer_types": list,
+}
+_ITEMS = {"target_layer_ids": int, "layer_types": str}
+# Without these there is no geometry; null is no value of theirs.
+_NEEDED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "rms_norm_eps",
+)
 
 
 def record_for(config: TrainConfig) -> dict[str, Any] | None:
@@ -106,7 +145,7 @@ def load(drafter: Drafter, record: Record) -> None:
             f"the weights in {folder} were {record['weights_sha256']} when the run began and are {found} now; "
             "start a new --run"
         )
-    source, _, _ = load_drafter(folder)
+    source, _, _ = load_drafter(folder, "restore the file, or pass another --warm-start")
     for name, weight in source.state_dict().items():
         if bad := int((~weight.isfinite()).sum()):
             raise NonFinite(
@@ -126,12 +165,52 @@ def begin(drafter: Drafter, run: Mapping[str, Any], run_dir: Path) -> Record | N
 
 
 def drafter_config(folder: Path) -> DrafterConfig:
-    """The geometry in a folder's config.json. Raises CheckpointMismatch when it is not a drafter's."""
-    described = read_object(folder / "config.json", "pass the folder of a drafter")
+    """The geometry in a folder's config.json. Raises CheckpointMismatch when it is not a drafter's, or of a kind that
+    this project's drafter is not.
+    """
+    path = folder / "config.json"
+    described = read_object(path, "pass the folder of a drafter")
+    _require_types(path, described)
+    _require_known_arithmetic(path, described)
     try:
         return DrafterConfig.from_hf_config(described)
     except KeyError as error:
-        raise CheckpointMismatch(f"{folder / 'config.json'} has no {error.args[0]}; it is not a drafter's") from error
+        raise CheckpointMismatch(f"{path} has no {error.args[0]}; it is not a drafter's") from error
+
+
+def _require_types(path: Path, described: Mapping[str, Any]) -> None:
+    """Where config.json says something, it must be of a kind that a drafter's geometry can be made of."""
+    nested = described.get("dflash_config")
+    if not isinstance(nested, dict | None):
+        raise CheckpointMismatch(f"{path} has dflash_config = {nested!r}, not an object; it is not a drafter's")
+    for name, value in [*described.items(), *(nested or {}).items()]:
+        kind = _KINDS.get(name)
+        if kind is None or (value is None and name not in _NEEDED):
+            continue
+        fits = isinstance(value, kind) and not isinstance(value, bool)
+        if not fits or (kind is list and not all(isinstance(item, _ITEMS[name]) for item in value)):
+            raise CheckpointMismatch(f"{path} has {name} = {value!r}; it is not a drafter's")
+
+
+def _require_known_arithmetic(path: Path, described: Mapping[str, Any]) -> None:
+    """Weights that were made under another rotary embedding or activation would be wrong here, and nothing would say
+    so: their shapes are the same.
+    """
+    activation = described.get("hidden_act") or "silu"
+    if activation != "silu":
+        raise CheckpointMismatch(f"{path} has hidden_act = {activation!r}, a drafter here has 'silu'; {_ANOTHER}")
+    for name in ("rope_scaling", "rope_parameters"):
+        given = described.get(name)
+        if given is None:
+            continue
+        # One object, or one for each layer type.
+        kinds = [given] if not isinstance(given, dict) or "full_attention" not in given else list(given.values())
+        for kind in kinds:
+            found = kind.get("rope_type", kind.get("type", "default")) if isinstance(kind, dict) else kind
+            if found != "default":
+                raise CheckpointMismatch(
+                    f"{path} has {name} of type {found!r}, a drafter here has 'default'; {_ANOTHER}"
+                )
 
 
 def _compared(config: DrafterConfig) -> dict[str, Any]:

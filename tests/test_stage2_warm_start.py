@@ -16,7 +16,7 @@ from toy_run import config_of, curve, run_here
 from toy_store import counting_texts, make_store
 
 from manifests.commit import read
-from shared.errors import CheckpointMismatch, NonFinite
+from shared.errors import CheckpointMismatch, NonFinite, StoreDamaged
 from shared.json_file import read_object
 from stage2_train import launch_train, warm_start
 from stage2_train.checkpoint import load_drafter
@@ -188,6 +188,73 @@ def test_weights_that_are_not_finite_are_named(value: float, store: Path, publis
     said = r"model\.safetensors: 2 of the [\d,]+ numbers in tensor fc\.weight are not finite"
     with pytest.raises(NonFinite, match=said):
         start_of(config_of(store, tmp_path / "run", warm_start=folder, **SHORT))
+
+
+def described_as(folder: Path, published: Path, changes: dict[str, Any]) -> Path:
+    """A copy of a drafter whose config.json says something else."""
+    described = json.loads((shutil.copytree(published, folder) / "config.json").read_text())
+    nested = changes.pop("nested", {})
+    described["dflash_config"] |= nested
+    (folder / "config.json").write_text(json.dumps(described | changes))
+    return folder
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_act": "gelu"}, "has hidden_act = 'gelu', a drafter here has 'silu'; start from another"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "has rope_scaling of type 'yarn', a drafter here has 'def"),
+        ({"rope_parameters": YARN}, "has rope_parameters of type 'yarn'"),
+        ({"rope_parameters": {"full_attention": YARN}}, "has rope_parameters of type 'yarn'"),
+        ({"num_hidden_layers": None}, "has num_hidden_layers = None; it is not a drafter's"),
+        ({"num_hidden_layers": "two"}, "has num_hidden_layers = 'two'"),
+        ({"head_dim": 8.5}, "has head_dim = 8.5"),
+        ({"rms_norm_eps": None}, "has rms_norm_eps = None"),
+        ({"layer_types": [1, 2]}, r"has layer_types = \[1, 2\]"),
+        ({"dflash_config": [1]}, r"has dflash_config = \[1\], not an object"),
+        ({"nested": {"target_layer_ids": "1,2"}}, "has target_layer_ids = '1,2'"),
+        ({"nested": {"target_layer_ids": ["one"]}}, r"has target_layer_ids = \['one'\]"),
+    ],
+    ids=str,
+)
+def test_a_description_that_would_be_ignored_or_not_understood_is_refused(
+    changes: dict[str, Any], said: str, store: Path, published: Path, tmp_path: Path
+) -> None:
+    folder = described_as(tmp_path / "drafter", published, dict(changes))
+    with pytest.raises(CheckpointMismatch, match=rf"config\.json {said}"):
+        launch_train.check(config_of(store, tmp_path / "run", warm_start=folder))
+
+
+def test_plain_rotary_embedding_is_known_in_all_its_spellings(store: Path, published: Path, tmp_path: Path) -> None:
+    for number, changes in enumerate(
+        [
+            {"rope_scaling": {"type": "default"}, "rope_parameters": None},
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+        ]
+    ):
+        folder = described_as(tmp_path / str(number), published, dict(changes))
+        launch_train.check(config_of(store, tmp_path / "run", warm_start=folder))
+
+
+def test_weights_that_cannot_be_used_are_one_line(store: Path, published: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(published, tmp_path / "drafter")
+    tensors = load_file(folder / "model.safetensors")
+    coded = {name: tensor.to(torch.int8) for name, tensor in tensors.items()}
+    save_file(coded, folder / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(store, tmp_path / "run", warm_start=folder, **SHORT)
+    with pytest.raises(
+        CheckpointMismatch, match=r"model\.safetensors: tensor \S+ holds torch\.int8, a drafter's hold fl"
+    ):
+        start_of(config)
+    save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StoreDamaged, match="has shape None"):
+        start_of(config)
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(StoreDamaged, match=r"is damaged: .*; restore the file, or pass another --warm-start"):
+        warm_start.begin(Drafter(load_drafter(published)[1]), launch_train.check(config), tmp_path / "run")
 
 
 def test_untrained_means_the_weights_a_run_began_with(tmp_path: Path) -> None:
