@@ -16,14 +16,10 @@ from shared.errors import ConfigRefused
 from shared.store_files import beside
 from shared.supervision_knobs import SUPERVISION_FIELDS, SupervisionKnobs, check_supervision
 from stage2_train.layer_types import expand_layer_types
-from stage2_train.learning_rate import Rate
+from stage2_train.learning_rate import HIGHEST_LEARNING_RATE, Rate
 from stage2_train.objectives import Objective
 
 PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
-
-# AdamW divides the rate by as little as 0.1 (its first bias correction), Muon multiplies it by 0.2 sqrt(side): from
-# 3.4e38 on that is no float32 any more, and torch's error names no option.
-HIGHEST_LEARNING_RATE = 1e30
 
 # What may change between two starts of one run: it moves no number of the result beyond rounding.
 FREE_FIELDS = frozenset(
@@ -196,6 +192,9 @@ class TrainConfig:
                 raise ConfigRefused(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0")
         if self.learning_rate > HIGHEST_LEARNING_RATE:
             raise ConfigRefused(f"--learning-rate is {self.learning_rate}; it must be at most {HIGHEST_LEARNING_RATE}")
+        if not 0 <= self.weight_decay * self.learning_rate <= 1:  # an update takes this share of a weight off
+            said = f"--weight-decay is {self.weight_decay} with --learning-rate {self.learning_rate}"
+            raise ConfigRefused(f"{said}; it must lie in 0..{1 / self.learning_rate:.6g}, 1 / the rate")
         if self.device == "cpu" and self.attention == "flex":
             raise ConfigRefused("--attention flex on a CPU: flex_attention has no backward there; use sdpa or auto")
         self.objective()

@@ -16,6 +16,7 @@ from shared.atomic import require_writable, write_json
 from shared.config import to_dict
 from shared.errors import ConfigRefused, MaskTokenInUse, MaskTokenMissing, MaskTokenOutOfRange, NothingLeft
 from shared.json_file import read_object
+from shared.kernel import Kernel
 from shared.progress import say
 from shared.store import TeacherStore, require_same
 from stage2_train import checkpoint_folder, pinned_store, warm_start
@@ -79,6 +80,7 @@ def check(config: TrainConfig) -> dict[str, Any]:
     if has_an_anchor(store, documents, config.max_length) is False:
         holds = f"it holds {len(store.documents)} documents in {len(store.blocks)} blocks"
         raise NothingLeft(f"{nothing_to_learn(config.store, config.max_length)}; {holds}")
+    _require_memory(config, store)
     require_writable(config.run_dir())
     steps = config.steps
     if steps is None:
@@ -119,6 +121,27 @@ def geometry(config: TrainConfig, store: TeacherStore, start: warm_start.Record 
             "the drafter shares the target's embedding and head"
         )
     return drafter
+
+
+def _require_memory(config: TrainConfig, store: TeacherStore) -> None:
+    """Raise ConfigRefused when not even one row fits into this machine: an allocator's error names no option.
+
+    Counted: a token's features; a block's labels and, with distributions, the teacher's K ids, logits and logsumexp.
+    """
+    identity, memory, goal = store.identity, Kernel().memory(), config.objective()
+    room = min((limit for name in ("max", "total") if (limit := memory[name]) is not None), default=None)
+    token = len(identity["target_layer_ids"]) * identity["hidden_size"]
+    token *= 1 if identity.get("precision") == "int8" else 2
+    label = 8 + 1 + (6 * int(identity["topk"]) + 4 if goal.needs_distributions else 0)
+    for option, count, size in (
+        ("--max-length", config.max_length, token),
+        ("--anchors", config.anchors, label * config.block_size),
+    ):
+        if room is not None and count * size > room:
+            raise ConfigRefused(
+                f"{option} {count:,} takes {count * size / 1e9:,.0f} GB for one row, this machine has "
+                f"{room / 1e9:,.0f} GB; lower it"
+            )
 
 
 def _require_unused(mask: int, store: TeacherStore, drafter: DrafterConfig) -> None:

@@ -12,6 +12,10 @@ from typing import Literal
 Schedule = Literal["cosine", "wsd"]
 Decay = Literal["linear", "sqrt"]
 
+# AdamW divides the rate by as little as 0.1 (its first bias correction), Muon multiplies it by 0.2 sqrt(side): from
+# 3.4e38 on that is no float32 any more, and torch's error names no option.
+HIGHEST_LEARNING_RATE = 1e30
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:

@@ -25,7 +25,9 @@ from shared.errors import (
     StoreMissing,
 )
 from shared.json_file import sealed
+from shared.kernel import Kernel
 from shared.store import TeacherStore
+from stage2_train import launch_train
 from stage2_train.checkpoint_folder import newest_complete
 from stage2_train.config import TrainConfig
 from stage2_train.estimate import estimate
@@ -251,12 +253,33 @@ def test_the_summary_says_what_was_not_trained_and_not_estimated(
         {"gamma": 0.0},
         {"learning_rate": float("nan")},
         {"learning_rate": 1e38},
+        {"weight_decay": -1.0},
+        {"weight_decay": float("nan")},
+        {"weight_decay": 1e4, "learning_rate": 1e-3},
         {"keep": 0},
     ],
 )
 def test_settings_that_contradict_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigRefused):
         config_of(Path("x.zarr"), Path("run"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_length": 10**9}, "--max-length 1,000,000,000 takes 128 GB for one row, this machine has 16 GB; lower"),
+        ({"anchors": 10**9}, "--anchors 1,000,000,000 takes 36 GB for one row, this machine has 16 GB; lower it"),
+    ],
+)
+def test_a_row_that_no_memory_holds_is_refused(
+    changes: dict[str, Any], said: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = {"current": 0, "max": 16 * 10**9, "available": 1, "total": 64 * 10**9}
+    monkeypatch.setattr(Kernel, "memory", lambda self: memory)
+    with pytest.raises(ConfigRefused, match=said):
+        launch_train.check(config_of(store, tmp_path / "run", **changes))
+    memory.update(max=None, total=None)  # unknown: nothing is said
+    launch_train.check(config_of(store, tmp_path / "run", **changes))
 
 
 @pytest.mark.parametrize(("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0), (31, 14.0)])
