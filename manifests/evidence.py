@@ -106,6 +106,15 @@ class Evidence:
         )
 
     @property
+    def supervisor_time(self) -> float | None:
+        """The wall clock of that sign: workers that outlive their supervisor go on giving signs, it does not."""
+        # Not the time of an event's record: one that a full disk did not take was appended later.
+        details = [event["detail"] | {"time": event["time"]} for event in self.events if "mono" in event["detail"]]
+        signs = [(detail["mono"], detail.get("t", detail["time"])) for detail in details]
+        signs += [(sample["mono"], sample.get("t")) for sample in self.samples]
+        return files.number(max(signs, key=lambda sign: sign[0])[1]) if signs else None
+
+    @property
     def last_time(self) -> float | None:
         """The last sign of life of any process of the run, wall clock: for people, never for order."""
         found = [event["time"] for event in self.events] + [sample.get("t") for sample in self.samples[-1:]]

@@ -6,6 +6,7 @@ compared within one boot by the monotonic clock; wall time is only for people. U
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from manifests.evidence import Evidence
@@ -22,7 +23,10 @@ _COUNTS_S = 60.0
 def lost(evidence: Evidence) -> Finding:
     """What took a whole run away: no ending on record, no process of it here."""
     last = Signs.of(evidence)
-    for judge in (_supervisor_first, _ended_by_itself, other_host, rebooted, restarted):
+    if (finding := _supervisor_first(evidence, last)) is not None:
+        # It ended then, not when the last of its workers did: that moment is later each time somebody asks.
+        return replace(finding, time=evidence.supervisor_time or finding.time)
+    for judge in (_ended_by_itself, other_host, rebooted, restarted):
         if (finding := judge(evidence, last)) is not None:
             return finding
     if not evidence.supervised:

@@ -164,6 +164,30 @@ def test_only_lost_peers_leave_the_cause_open() -> None:
     assert "lost a peer" in found.sentence
 
 
+@pytest.mark.parametrize("later", [71.0, 900.0])
+def test_a_killed_supervisor_has_the_time_of_its_own_last_sign(later: float) -> None:
+    """Two runs showed the moment of the question: 18:51:13 for a kill at 18:49:51, and "proved"."""
+    night = Night()
+    night.sampled(30)
+    night.beating(later - 0.5)
+    alive = {"alive_ranks": (0, 1), "owned": True, "rank_states": {0: "S", 1: "R"}}
+    found = verdict(night.evidence(at=later, **alive))
+    assert (found.code, found.time) == ("sup.killed", WALL + 30)
+    for rank in (0, 1):
+        night.ending(later, rank, "SupervisorGone", "its supervisor is gone: stopped at step 1204", 75)
+    found = verdict(night.evidence(at=later + 60))
+    assert (found.code, found.time) == ("sup.killed", WALL + 30)
+
+
+def test_the_supervisors_last_sign_is_by_its_own_clock_not_by_when_the_disk_took_it() -> None:
+    night = Night()
+    night.sampled(30)
+    night.event(30.5, "paused", code="disk.full")
+    night.events[-1]["time"] = WALL + 200
+    assert night.evidence().supervisor_time == WALL + 30.5
+    assert replace(night.evidence(), events=(), samples=()).supervisor_time is None
+
+
 # SIGKILL: out of memory only by a counter that moved.
 
 
