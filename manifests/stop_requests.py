@@ -8,6 +8,7 @@ manifests/supervise.py.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from contextlib import suppress
@@ -24,6 +25,11 @@ _LATE_S = 0.05
 # systemd, Slurm and logind send one SIGTERM to every process of a job: the supervisor gets it, and the command that
 # looks on passes its own on. Who meant one request must not be taken to have made two: the second kills.
 ECHO_S = 2.0
+# The console script (the interpreter, then the script's path) or `python -m shared`, as /proc shows them. A shell whose
+# own line merely names the command is not meant: the sender is the process that called kill.
+_STOP_COMMAND = re.compile(
+    r"(?:\S*/)?(?:dflash|python[\d.]*(?: -[A-Za-z]\S*)*? (?:-m shared|(?:\S*/)?dflash)) stop(?: |$)"
+)
 
 
 class Requests:
@@ -131,7 +137,14 @@ def told(request: dict[str, Any]) -> str:
     return f"{request.get('via', 'request')} by {request.get('user')}@{request.get('host')}{where}"
 
 
+def is_stop_command(command: str) -> bool:
+    """Whether the sender of a signal was `dflash stop`: it sends one where the folder takes no request as a file."""
+    return _STOP_COMMAND.match(command) is not None
+
+
 def code_of(request: dict[str, Any]) -> str:
     """The verdict's code of a run that stopped for it."""
+    if is_stop_command(str(request.get("sender_command") or "")):
+        return "user.stop"
     codes = {"SIGTERM": "sig.term.external", "SIGINT": "sig.int.external"}
     return codes.get(str(request.get("signal")), "user.stop")

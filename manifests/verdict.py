@@ -4,7 +4,8 @@
     verdict(collect(run_dir), attempt)   one attempt, as the supervisor asks while it decides about the next
 
 Read in this order: verdict_root.py (root before consequence), verdict_deaths.py (one worker's end), verdict_errors.py
-(exceptions), verdict_memory.py (was it memory?), verdict_hangs.py, verdict_tree.py (nobody is left), verdict_advice.py.
+(exceptions), verdict_memory.py (was it memory?), verdict_hangs.py, verdict_stops.py (who asked), verdict_tree.py
+(nobody is left), verdict_advice.py.
 A wrong name is a bug; "unknown" is an answer. The page around it is manifests/postmortem.py.
 """
 
@@ -18,9 +19,10 @@ from manifests.evidence_files import number, whole
 from manifests.verdict_advice import advice_on, exit_code_of
 from manifests.verdict_errors import name_error
 from manifests.verdict_finding import LIKELY, UNKNOWN, Finding
-from manifests.verdict_host import Signs, place_of
+from manifests.verdict_host import Signs
 from manifests.verdict_living import is_running, running
 from manifests.verdict_root import anomalies, clean, last_attempt, root_of
+from manifests.verdict_stops import stopped
 from manifests.verdict_tree import lost
 
 _OF_THE_HOST = ("host.reboot", "container.restart")
@@ -82,7 +84,7 @@ def _of_attempt(evidence: Evidence, attempt: int) -> Verdict:
     root, cascade = root_of(evidence, found, attempt)
     asked = [event for event in evidence.named("stop asked") if _during(evidence, attempt, event)]
     if asked and (root is None or root.cascade or root.code == UNKNOWN or root.grade == 0):
-        return _made(evidence, _stopped(evidence, asked[-1]), cascade)
+        return _made(evidence, stopped(evidence, asked[-1]), cascade)
     if root is not None:
         return _made(evidence, root, cascade)
     if clean(evidence, attempt):
@@ -120,8 +122,9 @@ def _ended(evidence: Evidence, state: str, record: dict[str, Any]) -> Verdict:
     asked = evidence.named("stop asked")
     if state == "interrupted" and (asked or root is None or root.cascade or root.code == UNKNOWN):
         noted = None if asked or evidence.stop else _by_record(record)
-        stopped = noted if noted and noted.code != UNKNOWN else _stopped(evidence, asked[-1] if asked else None, record)
-        return _made(evidence, stopped, cascade)
+        if noted is None or noted.code == UNKNOWN:
+            noted = stopped(evidence, asked[-1] if asked else None, record)
+        return _made(evidence, noted, cascade)
     if (gave_up := _in_vain(evidence, root, record)) is not None:
         return _made(evidence, gave_up, cascade)
     if root is not None and root.code != UNKNOWN:
@@ -149,8 +152,8 @@ def _lost(evidence: Evidence) -> Verdict:
     root, cascade = root_of(evidence, anomalies(evidence, attempt, gone=unsupervised), attempt)
     asked = evidence.named("stop asked")
     if root is None and asked and whole_run.code == "sup.killed" and _unanswered(evidence):
-        stopped = replace(_stopped(evidence, asked[-1]), confidence=LIKELY)
-        return _made(evidence, stopped, (f"then {whole_run.sentence}",))
+        unsure = replace(stopped(evidence, asked[-1]), confidence=LIKELY)
+        return _made(evidence, unsure, (f"then {whole_run.sentence}",))
     if root is None or not (unsupervised or _unanswered(evidence)):
         return _made(evidence, whole_run, tuple(_earlier(evidence)))
     if unsupervised and (whole_run.code != UNKNOWN or asked):
@@ -179,39 +182,6 @@ def _earlier(evidence: Evidence) -> list[str]:
         if isinstance(said, dict) and said.get("sentence"):
             found.append(f"attempt {whole(event['detail'].get('attempt'))}: {said['sentence']} ({said.get('code')})")
     return found[-5:]
-
-
-def _stopped(evidence: Evidence, event: dict[str, Any] | None, record: dict[str, Any] | None = None) -> Finding:
-    """Somebody asked for it: a person by the command, or a signal to the supervisor."""
-    by = event["detail"].get("by") if event is not None else evidence.stop
-    by = by if isinstance(by, dict) else {}
-    time = event["time"] if event is not None else number((record or {}).get("time"))
-    phase, step, place = place_of(evidence)
-    if signal := str(by.get("signal") or ""):
-        code = {"SIGTERM": "sig.term.external", "SIGINT": "sig.int.external"}.get(signal, "sig.term.external")
-        sender = by.get("sender_pid")
-        who = (
-            f" from process {sender} ({by.get('sender_command') or 'gone since'})"
-            if sender
-            else "; its sender is not on record"
-        )
-        sentence = f"the supervisor got {signal}{who}; the run saved and stopped{place}"
-        facts = (f"the supervisor noted {signal}{who}",)
-        return Finding(code=code, sentence=sentence, time=time, phase=phase, step=step, evidence=facts, exit_code=75)
-    if by:
-        at = f"{by.get('user') or 'somebody'}@{by.get('host') or 'unknown'}" + (
-            f" on {by['tty']}" if by.get("tty") else ""
-        )
-        how = "at once" if by.get("now") else "after saving"
-        sentence = f"stopped {how} by {at} ({by.get('via') or 'a request'}){place}"
-        facts = (f"a request to stop by {at}, process {by.get('pid')}",)
-        return Finding(
-            code="user.stop", sentence=sentence, time=time, phase=phase, step=step, evidence=facts, exit_code=75
-        )
-    message = str((record or {}).get("message") or "")
-    sentence = f"stopped on request; who asked is not on record{place}" + (f": {message}" if message else "")
-    # By a person, a scheduler, a signal: the state of the record says no more.
-    return Finding(code=UNKNOWN, confidence=UNKNOWN, sentence=sentence, time=time, phase=phase, step=step, exit_code=75)
 
 
 def _in_vain(evidence: Evidence, root: Finding | None, record: dict[str, Any]) -> Finding | None:

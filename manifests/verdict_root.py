@@ -123,8 +123,8 @@ def _without_root(evidence: Evidence, found: Sequence[Finding], attempt: int | N
     ordered = _in_order(found)
     first = ordered[0]
     if any(finding.code == "sup.killed" for finding in ordered):
-        left = next(finding for finding in ordered if finding.code == "sup.killed")
-        return replace(left, time=evidence.supervisor_time or left.time)
+        alone = next(finding for finding in ordered if finding.code == "sup.killed")
+        return replace(alone, time=evidence.supervisor_time or alone.time)
     if not any(finding.code == "comm.peer_death" for finding in ordered):
         return replace(first, ranks=(), cascade=False)
     waiting = {rank for finding in ordered for rank in finding.ranks}

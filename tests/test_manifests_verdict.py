@@ -16,6 +16,7 @@ from verdict_scenarios import FAULT, PEER, Scenario, scenarios
 
 from manifests.evidence import Evidence
 from manifests.postmortem import page
+from manifests.stop_requests import code_of
 from manifests.verdict import Verdict, verdict
 from manifests.verdict_advice import exit_code_of
 from manifests.verdict_errors import from_log, name_error, name_text
@@ -186,6 +187,89 @@ def test_the_supervisors_last_sign_is_by_its_own_clock_not_by_when_the_disk_took
     night.events[-1]["time"] = WALL + 200
     assert night.evidence().supervisor_time == WALL + 30.5
     assert replace(night.evidence(), events=(), samples=()).supervisor_time is None
+
+
+# A request to stop: by whom, and what was saved by then.
+
+ANN = {"user": "ann", "host": HOST, "pid": 9, "now": False, "via": "dflash stop"}
+
+
+def asked(night: Night, by: dict[str, Any], saved: float | None, now: bool = False) -> Verdict:
+    """A run that ended because somebody asked, with this on record as saved."""
+    night.event(30.0, "stop asked", by=by, now=now)
+    night.beats = {rank: replace(beat, saved=saved) for rank, beat in night.beats.items()}
+    return verdict(night.interrupted(31).evidence())
+
+
+def at(phase: str, done: float, unit: str = "steps", **more: Any) -> Night:
+    night = Night(unit=unit, **more)
+    night.sampled(30)
+    night.beating(30.2, phase, done)
+    return night
+
+
+@pytest.mark.parametrize("by", [ANN, {"signal": "SIGTERM", "sender_pid": 7, "sender_command": "slurmd"}])
+def test_saved_is_only_said_of_what_was_saved(by: dict[str, Any]) -> None:
+    """In its imports, and paused at step 59 with a checkpoint of step 40, a run was said to have saved."""
+    done = asked(at("checkpoint", 58), by, 58)
+    assert "stopped after saving" in done.sentence
+    early = asked(at("import", 0, "modules"), by, None)
+    assert early.sentence.endswith(" in phase import at 0 of 10,000 modules; no save is on record")
+    paused = asked(at("step", 59), by, 40)
+    assert paused.sentence.endswith("at step 59 of 10,000; the newest save on record is that of step 40")
+    killed = asked(at("step", 59), by, 40, now=True)
+    assert "stopped at once" in killed.sentence
+    for found in (early, paused, killed):
+        assert "saving" not in found.sentence
+        assert "saved" not in found.sentence
+        assert found.code == ("user.stop" if by is ANN else "sig.term.external")
+
+
+def test_without_heartbeats_nothing_is_said_about_saving() -> None:
+    night = at("step", 59)
+    night.beats = {}
+    assert "sav" not in asked(night, ANN, None).sentence
+    night = at("step", 59)
+    del night.beats[0]  # rank 0 saves, and what it had saved is gone with its heartbeat
+    assert "sav" not in asked(night, ANN, None).sentence
+
+
+def test_an_attempt_that_came_less_far_has_saved_all_of_its_own() -> None:
+    night = Night()
+    night.sampled(10)
+    night.died(10.0, 0, signal=9, done=1204)
+    night.attempt = 2
+    night.started(12.0)
+    night.beating(30.2, "checkpoint", 1100)
+    assert "after saving" in asked(night, ANN, 1100).sentence
+
+
+def test_an_extraction_keeps_its_finished_blocks() -> None:
+    assert "; 6 finished blocks are saved" in asked(at("step", 4096, "tokens", role="extract"), ANN, 3).sentence
+    assert "; no finished block is on record" in asked(at("load", 0, "tokens", role="extract"), ANN, 0).sentence
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "confidence"),
+    [
+        ("python -m shared stop tm/r", "user.stop", "proved"),
+        ("/opt/venv/bin/python3.11 -u /opt/venv/bin/dflash stop r --now", "user.stop", "proved"),
+        ("dflash stop", "user.stop", "proved"),
+        ("bash -c dflash stop r; kill 300", "sig.term.external", "proved"),
+        ("python -m shared status", "sig.term.external", "proved"),
+        ("python guard.py dflash stop", "sig.term.external", "proved"),
+        ("slurmstepd", "sig.term.external", "proved"),
+        ("", "sig.term.external", "likely"),
+        (f"/{'v' * 99}/python /{'v' * 99}/bin/dfl"[:200], "sig.term.external", "likely"),
+    ],
+)
+def test_a_signal_of_dflash_stop_is_a_persons_request(command: str, code: str, confidence: str) -> None:
+    """A folder that takes no file: `dflash stop` sends SIGTERM, and the run was said to be ended from outside."""
+    by = {"signal": "SIGTERM", "sender_pid": 1500, "sender_uid": 0, "sender_command": command, "now": False}
+    found = asked(at("step", 59), by, 59)
+    assert (found.code, found.confidence) == (code, confidence)
+    assert code_of(by) == code, "what the run's record says"
+    assert "process 1500" in found.sentence
 
 
 # SIGKILL: out of memory only by a counter that moved.

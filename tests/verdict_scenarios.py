@@ -169,7 +169,18 @@ def _noted_signals() -> list[Scenario]:
     night.event(30.0, "stop asked", by=night.stop, now=False)
     for rank in (0, 1):
         night.raised(30.3, rank, "Interrupted", "stopped at step 1204", 75, asked=True)
-    return [*found, Scenario("dflash stop", night.interrupted(31).evidence(), "user.stop")]
+    found.append(Scenario("dflash stop", night.interrupted(31).evidence(), "user.stop"))
+    night = Night()
+    night.sampled(30)
+    night.beating(30.2)
+    command = "/opt/venv/bin/python3 /opt/venv/bin/dflash stop runs/a"
+    by = {"signal": "SIGTERM", "sender_pid": 1500, "sender_uid": 0, "sender_command": command, "now": False}
+    night.event(30.0, "stop asked", by=by, now=False)
+    for rank in (0, 1):
+        night.raised(30.3, rank, "Interrupted", "stopped at step 1204", 75, asked=True)
+    signalled = night.interrupted(31).evidence()
+    weaker = ("sig.term.external",)
+    return [*found, Scenario("dflash stop, a folder that takes no file", signalled, "user.stop", weaker=weaker)]
 
 
 PEER = "RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:4321 (gloo)"
