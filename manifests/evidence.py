@@ -57,6 +57,8 @@ class Evidence:
     supervisor: dict[str, Any] | None = None
     """The detail of "supervisor started"."""
     spec: dict[str, Any] = field(default_factory=dict)
+    moved_from: str = ""
+    """The folder that the run's command writes to, where this is another one."""
     events: tuple[dict[str, Any], ...] = ()
     """Of this run, the supervisor's in the order of their monotonic time, then those without one."""
     samples: tuple[dict[str, Any], ...] = ()
@@ -148,6 +150,7 @@ def collect(run_dir: Path, kernel: Kernel | None = None) -> Evidence:
     if supervisor is None:
         gaps.append("no record of a supervisor: an older version, another launcher, or its events are gone")
     spec = files.object_in(run_dir / "supervision" / "spec.json", gaps)
+    spec = spec if spec.get("run_id") in (run_id, None, "") else {}
     spawned = _spawned(events)
     since = float(run["time"])
     beats = files.beats(run_dir, role, since, spawned, gaps)
@@ -158,7 +161,8 @@ def collect(run_dir: Path, kernel: Kernel | None = None) -> Evidence:
         run=run,
         ended=ended,
         supervisor=supervisor,
-        spec=spec if spec.get("run_id") in (run_id, None, "") else {},
+        spec=spec,
+        moved_from=_moved_from(run_dir, spec),
         events=tuple(events),
         samples=tuple(files.samples(run_dir, since, supervisor, gaps)),
         beats=beats,
@@ -170,6 +174,18 @@ def collect(run_dir: Path, kernel: Kernel | None = None) -> Evidence:
         now=_now(run_dir, kernel, supervisor, processes),
         gaps=tuple(gaps),
     )
+
+
+def _moved_from(run_dir: Path, spec: dict[str, Any]) -> str:
+    """Where the run's command would write again: `dflash resume` refuses to go on in a folder that is not there."""
+    cwd, folder = spec.get("cwd"), spec.get("run_dir")
+    if not isinstance(cwd, str) or not isinstance(folder, str):
+        return ""
+    made = Path(cwd) / folder
+    try:
+        return "" if made.resolve() == run_dir.resolve() else str(made)
+    except (OSError, ValueError, RuntimeError):  # a zero byte, links in a circle
+        return ""
 
 
 def _newest_run(records: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

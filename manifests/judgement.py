@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manifests.event_log import print_line
 from manifests.hang import Hang
@@ -32,6 +34,10 @@ from shared.errors import (
     WorkerKilled,
     error_classes,
 )
+
+if TYPE_CHECKING:
+    from manifests.evidence import Evidence
+    from manifests.verdict import Verdict
 
 _CODES = {
     "DiskFull": "disk.full",
@@ -57,11 +63,13 @@ class Judged:
     """The whole of it, for the event."""
 
     def as_policy(self, code: str, reason: str) -> Judged:
-        """The same failure, once too often: `code` is restart.py's."""
-        sentence = f"{reason}: {self.sentence}" if self.sentence else reason
-        found = {"code": code, "exit_code": NoProgress.exit_code, "sentence": sentence}
+        """The same failure, once too often: `code` is restart.py's, who counted: that is sure, whatever the cause."""
+        sentence, sure = (f"{reason}: {self.sentence}", "proved") if self.sentence else (reason, self.confidence)
+        found = {"code": code, "exit_code": NoProgress.exit_code, "sentence": sentence, "confidence": sure}
         verdict = None if self.verdict is None else self.verdict | found
-        return dataclasses.replace(self, code=code, exit_code=NoProgress.exit_code, sentence=sentence, verdict=verdict)
+        return dataclasses.replace(
+            self, code=code, exit_code=NoProgress.exit_code, sentence=sentence, confidence=sure, verdict=verdict
+        )
 
 
 @dataclass(frozen=True)
@@ -90,25 +98,65 @@ def judge(run_dir: Path, exits: Sequence[Exit], hang: Hang | None, attempt: int,
         from manifests.evidence import collect
         from manifests.verdict import verdict
 
-        evidence = collect(run_dir)
+        evidence = _with_exits(collect(run_dir), exits)
         if ranks is not None:
             evidence = dataclasses.replace(
                 evidence,
                 events=tuple(event for event in evidence.events if event["detail"].get("rank") in (None, *ranks)),
                 endings={rank: ending for rank, ending in evidence.endings.items() if rank in ranks},
             )
-        found = verdict(evidence, attempt)
-        return Judged(
-            code=found.code,
-            rank=found.ranks[0] if found.ranks else None,
-            exit_code=found.exit_code,
-            sentence=found.sentence,
-            confidence=found.confidence,
-            verdict=found.as_dict(),
-        )
+        if hang is not None and not evidence.named("hang"):
+            return plain(exits, hang)
+        return _judged(verdict(evidence, attempt))
     except Exception as error:  # noqa: BLE001 - a fault of the judge must not become the run's
         print_line(f"no verdict: {type(error).__name__}: {error}")
         return plain(exits, hang)
+
+
+def _with_exits(evidence: Evidence, exits: Sequence[Exit]) -> Evidence:
+    """The evidence with what this process saw itself: a folder that was moved or unmounted gives nothing of it back.
+
+    Without, a SIGKILL that the supervisor had seen was "nothing on record says how".
+    """
+    known = {(event["detail"].get("rank"), event["detail"].get("pid")) for event in evidence.named("worker ended")}
+    unread = [_event_of(exit) for exit in exits if (exit.rank, exit.pid) not in known]
+    events = sorted((*evidence.events, *unread), key=lambda event: event["detail"].get("mono", math.inf))
+    return dataclasses.replace(evidence, events=tuple(events)) if unread else evidence
+
+
+def _event_of(exit: Exit) -> dict[str, Any]:
+    """A worker's end as manifests/crew.py writes it down, without what it asks of the host."""
+    seen = ("phase", "done", "total", "unit", "saved")
+    detail = {name: getattr(exit.beat, name) for name in seen} if exit.beat is not None else {}
+    detail |= {"attempt": exit.attempt, "rank": exit.rank, "pid": exit.pid, "exit_code": exit.code}
+    detail |= {"signal": exit.signal, "mono": exit.mono, "ending": exit.ending, "asked": exit.asked}
+    return {"event": "worker ended", "message": "", "time": time.time(), "detail": detail}
+
+
+def not_started(run_dir: Path, rank: int, error: OSError | DflashError, said: str) -> Judged:
+    """The verdict on a worker that could not be started: what the supervisor itself met with."""
+    from manifests.verdict import named
+    from manifests.verdict_finding import PROVED, UNKNOWN, Finding
+
+    full = isinstance(error, DiskFull)
+    code, confidence = ("disk.full", PROVED) if full else (UNKNOWN, UNKNOWN)
+    own = error.exit_code if isinstance(error, DflashError) else WorkerFailed.exit_code
+    finding = Finding(
+        code=code, confidence=confidence, ranks=(rank,), sentence=said, time=time.time(), evidence=(said,)
+    )
+    found = dataclasses.replace(named(str(run_dir), finding), exit_code=own)
+    return _judged(found)
+
+
+def _judged(found: Verdict) -> Judged:
+    return Judged(
+        code=found.code,
+        rank=found.ranks[0] if found.ranks else None,
+        exit_code=found.exit_code,
+        sentence=found.sentence,
+        confidence=found.confidence,
+        verdict=found.as_dict(),
+    )
 
 
 def plain(exits: Sequence[Exit], hang: Hang | None = None) -> Judged:
@@ -186,7 +234,8 @@ def failure(spec: LaunchSpec, exits: Sequence[Exit], judged: Judged, reason: str
 
 def _what(spec: LaunchSpec, named: Exit | None, judged: Judged) -> str:
     if judged.verdict is not None and judged.sentence:
-        return f"{spec.role}: {judged.sentence} ({judged.code}, {judged.confidence})"
+        sure = "" if judged.code == "unknown" else f" ({judged.code}, {judged.confidence})"
+        return f"{spec.role}: {judged.sentence}{sure}"
     if named is None or (named.asked and judged.sentence):
         return f"{spec.role}: {judged.sentence or 'failed'}"
     said = f": {named.message}" if named.message else ""

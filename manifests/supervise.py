@@ -17,7 +17,17 @@ from manifests.crew import POLL_S, Crew
 from manifests.event_log import EventLog, print_line
 from manifests.hang import Hang
 from manifests.host_watch import HostWatch
-from manifests.judgement import Judged, Outcome, failed_to_stop, failure, first_bad, judge, only_lost_peers, plain
+from manifests.judgement import (
+    Judged,
+    Outcome,
+    failed_to_stop,
+    failure,
+    first_bad,
+    judge,
+    not_started,
+    only_lost_peers,
+    plain,
+)
 from manifests.launch_spec import LaunchSpec
 from manifests.restart import DISK_FULL, Policy, decide
 from manifests.room import Room
@@ -26,7 +36,7 @@ from manifests.spawn import environment_of
 from manifests.stop_requests import Requests, code_of
 from manifests.team import Team
 from shared import phases
-from shared.errors import DflashError, DiskFull, Interrupted, WorkerFailed, WorkerHung
+from shared.errors import DflashError, Interrupted, WorkerHung
 from shared.kernel import Kernel
 
 SETTLE_S = 1.0
@@ -149,9 +159,9 @@ class Supervision:
         said = f"worker {rank} could not be started: {error}"
         self.log.write("worker not started", said, attempt=team.number, rank=rank, error=type(error).__name__)
         self.crew.end(team.running, PEER_GRACE_S * self.spec.hurry)
-        code = DISK_FULL if isinstance(error, DiskFull) else "unknown"
-        exit_code = error.exit_code if isinstance(error, DflashError) else WorkerFailed.exit_code
-        judged = Judged(code, rank, exit_code, said)
+        judged = not_started(self.spec.run_dir, rank, error, said)
+        if self.recorded:
+            self._write_verdict(team, judged)
         team.close(judged, None, time.monotonic())
         team.forget_endings()
         self._decide(team, judged)

@@ -89,11 +89,15 @@ class Team:
         progressed = saved is not None and saved > (self.saved or 0.0)
         if progressed:
             self.saved = saved
+        error, message = (first.error, first.message) if first else ("", judged.sentence)
+        if judged.code == "unknown" and first is not None and not error:
+            # No name makes two failures the same: a SIGKILL is not a worker that could not be started.
+            error = f"exit {first.code}" if first.signal is None else f"signal {first.signal}"
         attempt = Attempt(
             number=self.number,
             started=self._started,
             ended=now,
-            fingerprint=fingerprint(judged.code, first.error if first else "", first.message if first else ""),
+            fingerprint=fingerprint(judged.code, error, message),
             progressed=progressed,
         )
         self.history.append(attempt)

@@ -18,13 +18,14 @@ from manifests.evidence import Evidence
 from manifests.evidence_files import number, whole
 from manifests.verdict_advice import advice_on, exit_code_of
 from manifests.verdict_errors import name_error
-from manifests.verdict_finding import LIKELY, UNKNOWN, Finding
+from manifests.verdict_finding import LIKELY, PROVED, UNKNOWN, Finding
 from manifests.verdict_host import Signs
 from manifests.verdict_living import is_running, running
 from manifests.verdict_root import anomalies, clean, last_attempt, root_of
 from manifests.verdict_stops import stopped
 from manifests.verdict_tree import lost
 
+_POLICY = ("progress.none", "storm")
 _OF_THE_HOST = ("host.reboot", "container.restart")
 # Classes with which a run may end by several causes.
 _SAY_NOTHING = frozenset(
@@ -77,6 +78,11 @@ def verdict(evidence: Evidence, attempt: int | None = None) -> Verdict:
     if last := evidence.named("supervisor ended"):
         return _unrecorded_end(evidence, last[-1])
     return _lost(evidence)
+
+
+def named(run_dir: str, finding: Finding) -> Verdict:
+    """The verdict on what the supervisor itself met with and no file tells of."""
+    return _made(Evidence(run_dir=run_dir), finding)
 
 
 def _of_attempt(evidence: Evidence, attempt: int) -> Verdict:
@@ -191,21 +197,30 @@ def _in_vain(evidence: Evidence, root: Finding | None, record: dict[str, Any]) -
     code = ended[-1]["detail"].get("code") if ended else noted.get("code") if isinstance(noted, dict) else None
     gave_up = evidence.named("gave up")
     reason = gave_up[-1]["message"] or str(gave_up[-1]["detail"].get("reason") or "") if gave_up else ""
-    if code not in ("progress.none", "storm"):
+    if code not in _POLICY:
         code = "progress.none" if "times the same failure" in reason else "storm" if "starts within" in reason else None
     if code is None:
         return None
-    last = f"; the last time: {root.sentence}" if root is not None else ""
+    which = root.sentence if root is not None else _last_named(evidence)
     return Finding(
         code=str(code),
         ranks=root.ranks if root else (),
         time=root.time if root else number(record.get("time")),
-        sentence=f"{reason or 'stopped trying'}{last}",
+        # A failure that nobody can name may be another each time.
+        confidence=PROVED if which else LIKELY,
+        sentence=f"{reason or 'stopped trying'}{'; the last time: ' + which if which else ''}",
         evidence=(*_earlier(evidence), *(root.evidence if root else ())),
         excluded=root.excluded if root else (),
         phase=root.phase if root else "",
         step=root.step if root else None,
     )
+
+
+def _last_named(evidence: Evidence) -> str:
+    """What the supervisor said of the last failure, before it said that there were too many."""
+    said = [event["detail"].get("verdict") for event in evidence.named("verdict")]
+    told = [str(v.get("sentence") or "") for v in said if isinstance(v, dict) and v.get("code") not in _POLICY]
+    return told[-1] if told else ""
 
 
 def _by_record(record: dict[str, Any]) -> Finding | None:

@@ -87,6 +87,8 @@ def advice_on(evidence: Evidence, finding: Finding) -> str:
     theirs = launcher_processes(evidence.run or {}) is not None
     values = {"run": evidence.run_dir, "rank": rank, "fault": fault}
     values |= {name: text.format(**values) for name, text in (_THEIRS if theirs else _OURS).items()}
+    if not theirs:
+        values["go_on"] = _go_on(evidence, _OURS["go_on"].format(run=evidence.moved_from or evidence.run_dir))
     if code in _AT_ONCE:
         return values["go_on"] if theirs else f"go on with: {values['go_on']}"
     family = next((text for start, text in _BY_FAMILY.items() if code.startswith(start)), _ADVICE["unknown"])
@@ -94,6 +96,13 @@ def advice_on(evidence: Evidence, finding: Finding) -> str:
     if code.startswith(("py.", "gpu.fault")):
         text = next((advice for words, advice in ADVICE_BY_TEXT if re.search(words, finding.sentence)), text)
     return text.format(**values) + ("" if code in _NOTHING else f"; then: {values['go_on']}")
+
+
+def _go_on(evidence: Evidence, again: str) -> str:
+    """The command that goes on; where the folder was moved, what must be done first."""
+    if not evidence.moved_from:
+        return again
+    return f"put {evidence.run_dir} back in the place of {evidence.moved_from}, {again}"
 
 
 _EXIT = {

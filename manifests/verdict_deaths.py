@@ -55,6 +55,31 @@ def judge(evidence: Evidence, death: Death, others: Sequence[Death] = ()) -> Fin
     )
 
 
+def not_started(evidence: Evidence, attempt: int | None) -> list[Finding]:
+    """Workers that never came to be: no log to be had for one, or no process. Nothing else tells of them."""
+    found = []
+    for event in evidence.named("worker not started"):
+        detail, mono = event["detail"], number(event["detail"].get("mono"))
+        if attempt not in (None, whole(detail.get("attempt"))):
+            continue
+        rank, error = whole(detail.get("rank")), str(detail.get("error") or "")
+        full = error == DiskFull.__name__
+        said = event["message"] or f"worker {rank} could not be started{': ' + error if error else ''}"
+        finding = Finding(
+            code="disk.full" if full else "unknown",
+            ranks=(rank,),
+            span=None if mono is None else (mono, mono),
+            time=number(detail.get("t")) or event["time"],
+            confidence=PROVED if full else UNKNOWN,
+            sentence=said,
+            evidence=("the supervisor could not start it",),
+            exit_code=DiskFull.exit_code if full else None,
+            short="could not be started",
+        )
+        found.append(finding)
+    return found
+
+
 def _named(evidence: Evidence, death: Death, others: Sequence[Death]) -> Finding | None:
     if death.error:
         return _by_ending(evidence, death)

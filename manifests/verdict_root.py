@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from manifests.evidence import Evidence
 from manifests.evidence_files import whole
-from manifests.verdict_deaths import judge
+from manifests.verdict_deaths import judge, not_started
 from manifests.verdict_finding import LIKELY, PROVED, UNKNOWN, Death, Finding, deaths, ranks_text, silent
 from manifests.verdict_hangs import hang_finding
 
@@ -25,6 +25,7 @@ def anomalies(evidence: Evidence, attempt: int | None, *, gone: bool) -> list[Fi
     if gone:
         ends += [death for death in silent(evidence, deaths(evidence, None)) if attempt in (None, death.attempt)]
     found = [finding for death in ends if (finding := judge(evidence, death, ends)) is not None]
+    found += not_started(evidence, attempt)
     if (hang := hang_finding(evidence, attempt)) is not None:
         found.append(hang)
     return found

@@ -152,6 +152,21 @@ def test_only_the_newest_run_of_train_or_extract_counts(tmp_path: Path) -> None:
     assert evidence.supervisor is None
 
 
+def test_a_folder_that_was_moved_is_known_by_its_command(tmp_path: Path) -> None:
+    Folder(tmp_path)
+    (tmp_path / "supervision").mkdir(exist_ok=True)
+    for cwd, run_dir, moved_from in (
+        (str(tmp_path.parent), tmp_path.name, ""),
+        ("/elsewhere", str(tmp_path), ""),
+        ("/elsewhere", "R", "/elsewhere/R"),
+        (None, 7, ""),
+        ("/x", "\0", ""),
+    ):
+        spec = {"run_id": RUN, "cwd": cwd, "run_dir": run_dir}
+        (tmp_path / "supervision" / "spec.json").write_text(json.dumps(spec))
+        assert collect(tmp_path).moved_from == moved_from
+
+
 def test_samples_of_earlier_runs_and_boots_are_left_out(tmp_path: Path) -> None:
     ring = Ring(samples_path(tmp_path), SLOTS, SLOT_BYTES)
     for mono in (9e9, 9e9 + 1, 5.0, time.monotonic() - 500):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from manifests.hang import Hang
+from manifests.judgement import Judged, judge
 from manifests.restart import Attempt, Policy, decide, fingerprint
+from manifests.team import Team
+from manifests.worker_process import Exit
 
 POLICY = Policy(restarts=3)
 
@@ -85,3 +91,49 @@ def test_a_fingerprint_ignores_numbers_and_all_but_the_first_line() -> None:
     assert first == fingerprint("py.exception", "ValueError", "ValueError: bad row 4 of 12\nless")
     assert first != fingerprint("py.exception", "KeyError", "ValueError: bad row 4 of 12")
     assert fingerprint("sig.kill.external", "", "") == "sig.kill.external"
+
+
+def ended(code: int | None, signal: int | None) -> Exit:
+    return Exit(
+        rank=0,
+        attempt=1,
+        pid=7,
+        code=code,
+        signal=signal,
+        mono=1.0,
+        ending=None,
+        beat=None,
+        peak_memory=0,
+        asked=False,
+    )
+
+
+def test_failures_without_a_name_are_the_same_only_by_how_they_came() -> None:
+    """A SIGKILL and two workers that could not be started were "3 times the same failure"."""
+    team = Team([])
+    team.close(Judged("unknown", 0, 50, "rank 0 was killed"), ended(None, 9), 1.0)
+    for number, said in ((2, "worker 1 could not be started: cannot write a"), (3, "worker 0 could not be started: b")):
+        team.close(Judged("unknown", 0, 40, said), None, float(number))
+    assert len({attempt.fingerprint for attempt in team.history}) == 3
+    assert decide(team.history, "unknown", POLICY).code == ""
+    for rank in (0, 1, 2):
+        team.close(Judged("unknown", rank, 40, f"worker {rank} could not be started: no log"), None, 4.0 + rank)
+    assert decide(team.history, "unknown", POLICY).code == "progress.none"
+    left = ended(75, None)
+    first = team.close(Judged("unknown", 0, 50, "one"), left, 8.0).fingerprint
+    assert team.close(Judged("unknown", 0, 50, "two"), left, 9.0).fingerprint == first
+
+
+def test_a_folder_that_gives_nothing_back_does_not_hide_what_the_supervisor_saw(tmp_path: Path) -> None:
+    """It was moved: a SIGKILL that the supervisor had seen was "nothing on record says how"."""
+    for exit, code in (
+        (ended(None, 9), "unknown"),  # whether for lack of memory nobody can say now
+        (ended(None, 11), "sig.segv"),
+        (ended(3, None), "py.exit_code"),
+    ):
+        found = judge(tmp_path / "moved away", [exit], None, 1, None)
+        assert (found.code, found.rank) == (code, 0)
+        assert found.verdict is not None
+        assert "nothing on record" not in found.sentence
+    assert "was killed (SIGKILL)" in judge(tmp_path / "x", [ended(None, 9)], None, 1, None).sentence
+    assert judge(tmp_path / "x", [], Hang(1, "hang.wait", {1: "hang.wait"}), 1, None).code == "hang.wait"

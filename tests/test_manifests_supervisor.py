@@ -244,6 +244,25 @@ def test_a_worker_without_a_log_is_not_started_and_said(folder: Path, monkeypatc
     assert "worker 1 could not be started" in ending(folder)[2]
 
 
+def test_a_folder_that_was_moved_is_told_with_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SIGKILL, then attempts without a log, ended as "3 times the same failure" that no line named."""
+    monkeypatch.setenv("TOY_STEPS", LONG)
+    moved = folder.with_name("moved")
+    with start(folder, "steps", 1, restarts=3, hang_limit_scale=HASTY) as process:
+        (worker,) = running(folder, 1)
+        folder.rename(moved)
+        os.kill(worker, signal.SIGKILL)
+        process.communicate(timeout=60)
+    evidence = until(lambda: (now := collect(moved)).named("supervisor ended") and now)
+    found = verdict(evidence)
+    assert (found.code, found.confidence) == ("progress.none", "proved")
+    assert "the last time: worker 0 could not be started: cannot write " in found.sentence
+    said = [event["detail"]["verdict"]["sentence"] for event in evidence.named("verdict")]
+    assert said[0].startswith("rank 0 was killed (SIGKILL)")
+    assert [text.startswith("worker 0 could not be started") for text in said[1:]] == [True] * 3 + [False]
+    assert f"put {moved} back in the place of {folder}, `dflash resume {folder}`" in found.advice
+
+
 def test_a_worker_that_hangs_before_its_first_sign_is_not_ended_by_being_asked(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -272,6 +272,59 @@ def test_a_signal_of_dflash_stop_is_a_persons_request(command: str, code: str, c
     assert "process 1500" in found.sentence
 
 
+# Workers that never came to be.
+
+
+def unstarted(*, verdicts: bool = True, events: bool = True) -> Verdict:
+    """The folder was moved away: a SIGKILL, then three attempts without a log."""
+    night = Night()
+    night.sampled(30)
+    night.died(30.3, 0, signal=9)
+    said = "worker 0 could not be started: cannot write R/logs/train-0.log: No such file or directory"
+    for attempt in (2, 3, 4):
+        night.attempt = attempt
+        night.event(30.0 + attempt, "attempt started", attempt=attempt)
+        if events:
+            facts = {"attempt": attempt, "rank": 0, "error": "PathNotWritable"}
+            night.event(30.1 + attempt, "worker not started", said, **facts)
+        if verdicts:
+            night.event(30.2 + attempt, "verdict", attempt=attempt, verdict={"code": "unknown", "sentence": said})
+    reason = "3 times the same failure, nothing new saved"
+    return verdict(night.failed(36, code=58, reason=reason, verdict_code="progress.none").evidence())
+
+
+def test_a_failure_that_came_three_times_is_told_with_the_name() -> None:
+    """The headline named none, and the only evidence was "attempt 1 ended; nothing on record says how"."""
+    for found in (unstarted(), unstarted(verdicts=False), unstarted(events=False)):
+        assert (found.code, found.confidence) == ("progress.none", "proved")
+        assert "nothing new saved; the last time: worker 0 could not be started: cannot write R/logs" in found.sentence
+    assert unstarted(verdicts=False, events=False).confidence == "likely", "no failure has a name, each may be another"
+
+
+def test_a_worker_that_could_not_be_started_is_the_end_of_its_attempt() -> None:
+    night = Night()
+    night.event(
+        30.0, "worker not started", "worker 1 could not be started: no room", attempt=1, rank=1, error="DiskFull"
+    )
+    night.asked_away(30.5, 0)
+    found = verdict(night.failed(31).evidence(), 1)
+    assert (found.code, found.ranks, found.confidence, found.exit_code) == ("disk.full", (1,), "proved", 41)
+    assert verdict(night.evidence(), 2).code == "unknown", "another attempt's"
+
+
+def test_the_advice_for_a_moved_folder_can_be_followed() -> None:
+    """`dflash resume Rm` was advised, and refused with exit 43: its command writes to R."""
+    moved = replace(SCENARIOS["kill -9"].evidence, moved_from="/data/runs/a")
+    assert verdict(moved).advice.endswith(
+        "then: put runs/a back in the place of /data/runs/a, `dflash resume /data/runs/a`"
+    )
+    stopped = replace(SCENARIOS["dflash stop"].evidence, moved_from="/data/runs/a")
+    assert (
+        verdict(stopped).advice
+        == "go on with: put runs/a back in the place of /data/runs/a, `dflash resume /data/runs/a`"
+    )
+
+
 # SIGKILL: out of memory only by a counter that moved.
 
 
