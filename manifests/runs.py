@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from typing import Any
 
 from manifests.commit import Ledger, read, settle
 from manifests.records import RunRecord
+from manifests.run_order import AFTER, newest_place
 from shared import provenance
 from shared.atomic import owned
 from shared.errors import (
@@ -68,7 +70,7 @@ def recording(folder: Path, command: str, config: dict[str, Any]) -> Iterator[Re
         run = Recording(folder, command, uuid.uuid4().hex[:12])
         settle(folder)
         ledger = ledger_of(folder, command, run.run_id)
-        detail = {"config": config, "provenance": provenance.collect()}
+        detail = {"config": config, "provenance": provenance.collect(), **_after_others(folder)}
         try:
             ledger.append(RunRecord(run_id=run.run_id, command=command, state="started", detail=detail))
             yield run
@@ -94,6 +96,12 @@ def recording(folder: Path, command: str, config: dict[str, Any]) -> Iterator[Re
         if not run.handed_over:
             with shielded():
                 ledger.append(RunRecord(run_id=run.run_id, command=command, state="finished", exit_code=0))
+
+
+def _after_others(folder: Path) -> dict[str, float]:
+    """What a run's first record says besides when the folder has records from the future: the clock went back."""
+    newest = newest_place(read(folder, "runs"))
+    return {AFTER: newest} if newest is not None and newest >= time.time() else {}
 
 
 def ledger_of(folder: Path, command: str, run_id: str) -> Ledger:

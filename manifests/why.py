@@ -55,7 +55,7 @@ def _start_line(begun: dict[str, Any], ended: dict[str, Any] | None) -> str:
     if ended is None:
         return f"an earlier start, {when}: left no ending"
     code = f", exit code {ended['exit_code']}" if ended.get("exit_code") else ""
-    return f"an earlier start, {when}: {ended['state']} after {duration(ended['time'] - begun['time'])}{code}"
+    return f"an earlier start, {when}: {ended['state']} after {duration(max(0.0, ended['time'] - begun['time']))}{code}"
 
 
 def _evidence(run_dir: Path) -> Evidence:

@@ -14,6 +14,7 @@ import pytest
 
 from manifests.commit import Ledger, damaged_lines, files_of, latest, read
 from manifests.records import KINDS, EventRecord, MetricRecord, RunRecord, columns_of
+from manifests.run_order import in_order, newest_place
 
 
 def test_append_and_read_in_order(tmp_path: Path) -> None:
@@ -34,6 +35,29 @@ def test_a_torn_last_line_costs_itself_only(tmp_path: Path, cut: int) -> None:
     ledger.append(MetricRecord(run_id="a", global_step=3, split="train", name="loss", value=0.0))
     assert [record["global_step"] for record in read(tmp_path, "metrics")] == ([1, 2, 3] if cut == 1 else [1, 3])
     assert damaged_lines(tmp_path, "metrics") == [], "a kill is no damage"
+
+
+def test_runs_are_in_the_order_of_their_files_lines_whatever_the_clock_says(tmp_path: Path) -> None:
+    def run(run_id: str, *lines: tuple[float, str], after: float | None = None) -> list[dict[str, Any]]:
+        detail = {} if after is None else {"after": after}
+        return [{"run_id": run_id, "time": time, "state": state, "detail": detail} for time, state in lines]
+
+    def order(*runs: list[dict[str, Any]]) -> list[str]:
+        return [f"{r['run_id']} {r['state']}" for r in in_order([record for found in runs for record in found])]
+
+    back = run("b", (50.0, "started"), (20.0, "failed"))  # set right while it ran
+    assert order(back) == ["b started", "b failed"]
+    later = run("a", (30.0, "started"), (35.0, "failed"), after=newest_place(back))
+    last = run("0", (40.0, "started"), after=newest_place([*later, *back]))
+    assert order(last, later, back) == ["b started", "b failed", "a started", "a failed", "0 started"]
+    beside = run("c", (60.0, "started"), (70.0, "finished"))
+    assert order(beside, back, run("d", (65.0, "started"))) == [
+        "b started", "b failed", "c started", "d started", "c finished",
+    ]  # fmt: skip
+    for junk in ("x", None, [1.0], True):
+        (record,) = run("e", (1.0, "started"))
+        assert in_order([record | {"detail": {"after": junk}}, record | {"detail": junk}])
+    assert newest_place([]) is None
 
 
 def test_a_damaged_line_is_named_and_void(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from manifests.commit import Ledger, files_of, read
 from manifests.evidence import collect
 from manifests.query import ask
 from manifests.records import CheckpointRecord, RunRecord, ShardRecord
+from manifests.resume import newest_run
 from manifests.runs import is_owned, recorded
 from manifests.status import FolderStatus, status_of, statuses
 from manifests.status_text import lines_of
 from manifests.verdict import verdict
+from manifests.why import starts
 from shared.atomic import write_json
-from shared.errors import CheckpointMismatch, ConfigRefused, DiskFull, Interrupted, NonFinite, RunBusy
+from shared.errors import CheckpointMismatch, ConfigRefused, DiskFull, Interrupted, NonFinite, RunBusy, WorkerFailed
 from shared.gpus import Gpu, GpuReport
 from shared.kernel import Kernel
 
@@ -81,6 +84,31 @@ def test_an_evaluation_runs_beside_the_training_it_measures(tmp_path: Path) -> N
 
 
 @pytest.mark.crash
+def test_a_clock_that_went_back_hides_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A boot before NTP: the run that was resumed with the true clock was shown as ended, and could not be stopped."""
+    with monkeypatch.context() as ahead:
+        at = time.time() + 3600
+        ahead.setattr("time.time", lambda: at)
+        with pytest.raises(Interrupted), recorded(tmp_path, "train", {}):
+            raise Interrupted("stopped at step 58")
+    for number in range(3):  # each finds the first one's records in its future
+        with suppress(WorkerFailed), recorded(tmp_path, "train", {}) as run_id:
+            assert status_of(tmp_path).state == "running"
+            assert (collect(tmp_path).run or {})["run_id"] == run_id
+            assert collect(tmp_path).ended is None
+            newest = newest_run(tmp_path)
+            assert newest is not None
+            assert (newest["run_id"], newest["state"]) == (run_id, "started")
+            assert newest["time"] < time.time() + 60, "the wall clock is not changed for it"
+            raise WorkerFailed(f"the fault of {number}")
+        assert (status_of(tmp_path).state, (collect(tmp_path).ended or {})["run_id"]) == ("failed", run_id)
+        assert f"the fault of {number}" in status_of(tmp_path).message
+        assert len(starts(tmp_path)) == number + 1
+    with suppress(WorkerFailed), recorded(tmp_path, "eval", {}):
+        raise WorkerFailed("of an evaluation")
+    assert "of an evaluation" in status_of(tmp_path).message
+
+
 def test_a_killed_command_is_lost_never_blank(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
