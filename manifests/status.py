@@ -22,6 +22,7 @@ from manifests.records import MOVED
 from manifests.run_picture import LIVING as LIVING
 from manifests.run_picture import RunPicture, judged_run, open_run
 from manifests.runs import is_owned, launcher_processes, owned_part, without_refused
+from manifests.verdict import earlier
 from shared.beat import read_beat
 from shared.gpus import GpuQuestion
 from shared.progress import combine, line
@@ -38,6 +39,8 @@ class FolderStatus:
     message: str
     holds: dict[str, Any] = field(default_factory=dict)
     run: RunPicture | None = None
+    earlier: Sequence[str] = ()
+    """Of a living run: how the attempts ended after which it went on."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -78,16 +81,19 @@ def status_of(folder: Path, *, holdings: bool = True) -> FolderStatus:
         os.scandir(folder / "manifest").close()
     last = _newest(without_refused(read(folder, "runs")))
     command, run = str(last["command"]), None
+    before: Sequence[str] = ()
     state, message = str(last["state"]), str(last.get("message", ""))
     if state == "started" and command in JUDGED:
-        state, message, run = open_run(collect(folder))
+        evidence = collect(folder)
+        state, message, run = open_run(evidence)
+        before = earlier(evidence) if state in LIVING else ()
     elif state == "started":
         state, message = _unsupervised(folder, command)
     elif command in JUDGED:
         judged = _ended_under_torchrun(folder, last)
         message, run = judged or (message, _ended_run(folder, last))
     return FolderStatus(
-        str(folder), kind_of_folder(folder), command, state, message, _holds(folder) if holdings else {}, run
+        str(folder), kind_of_folder(folder), command, state, message, _holds(folder) if holdings else {}, run, before
     )
 
 

@@ -30,6 +30,7 @@ def _run_lines(row: FolderStatus, run: RunPicture) -> list[str]:
         lines += rank_lines(run.ranks)
     if run.restarts:
         lines.append(f"restarts: {run.restarts}")
+    lines += [f"  {plain(text)}" for text in row.earlier]
     if run.gpus:
         lines.append(gpu_line(run.gpus, run.gpus_missing))
     if run.log_lines:

@@ -74,7 +74,7 @@ def verdict(evidence: Evidence, attempt: int | None = None) -> Verdict:
     if evidence.ended is not None:
         return _ended(evidence, str(evidence.ended.get("state")), evidence.ended)
     if is_running(evidence):
-        return _made(evidence, running(evidence))
+        return _made(evidence, running(evidence), earlier(evidence))
     if last := evidence.named("supervisor ended"):
         return _unrecorded_end(evidence, last[-1])
     return _lost(evidence)
@@ -117,7 +117,7 @@ def _ended(evidence: Evidence, state: str, record: dict[str, Any]) -> Verdict:
         restarts = len(evidence.named("restart"))
         after = f" after {restarts} restarts" if restarts else ""
         done = Finding(code="done", sentence=f"finished{after}", time=number(record.get("time")))
-        return _made(evidence, done, tuple(_earlier(evidence)))
+        return _made(evidence, done, earlier(evidence))
     if failed := evidence.named("supervisor failed"):
         sentence = f"the supervisor itself failed: {failed[-1]['message'][:300]}"
         return _made(evidence, Finding(code="py.exception", sentence=sentence, time=failed[-1]["time"]))
@@ -161,7 +161,7 @@ def _lost(evidence: Evidence) -> Verdict:
         unsure = replace(stopped(evidence, asked[-1]), confidence=LIKELY)
         return _made(evidence, unsure, (f"then {whole_run.sentence}",))
     if root is None or not (unsupervised or _unanswered(evidence)):
-        return _made(evidence, whole_run, tuple(_earlier(evidence)))
+        return _made(evidence, whole_run, earlier(evidence))
     if unsupervised and (whole_run.code != UNKNOWN or asked):
         return _made(evidence, whole_run, cascade)
     if root.code == UNKNOWN and not unsupervised:
@@ -180,14 +180,14 @@ def _unanswered(evidence: Evidence) -> bool:
     return bool(decided) and decided[-1]["event"] == "worker ended"
 
 
-def _earlier(evidence: Evidence) -> list[str]:
+def earlier(evidence: Evidence) -> tuple[str, ...]:
     """The verdicts on earlier attempts: the run went on after them."""
     found = []
     for event in evidence.named("verdict"):
         said = event["detail"].get("verdict")
         if isinstance(said, dict) and said.get("sentence"):
             found.append(f"attempt {whole(event['detail'].get('attempt'))}: {said['sentence']} ({said.get('code')})")
-    return found[-5:]
+    return tuple(found[-5:])
 
 
 def _in_vain(evidence: Evidence, root: Finding | None, record: dict[str, Any]) -> Finding | None:
@@ -209,7 +209,7 @@ def _in_vain(evidence: Evidence, root: Finding | None, record: dict[str, Any]) -
         # A failure that nobody can name may be another each time.
         confidence=PROVED if which else LIKELY,
         sentence=f"{reason or 'stopped trying'}{'; the last time: ' + which if which else ''}",
-        evidence=(*_earlier(evidence), *(root.evidence if root else ())),
+        evidence=(*earlier(evidence), *(root.evidence if root else ())),
         excluded=root.excluded if root else (),
         phase=root.phase if root else "",
         step=root.step if root else None,

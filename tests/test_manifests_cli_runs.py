@@ -256,6 +256,24 @@ def test_waiting_says_that_nobody_hears(tmp_path: Path, monkeypatch: pytest.Monk
 # why
 
 
+def test_a_running_run_that_was_restarted_says_why(tmp_path: Path) -> None:
+    """`restarts: 1` was all that status and why said, with the verdict on disk."""
+    with holder(tmp_path) as child:
+        made = MadeRun(tmp_path).started().supervised(child.pid).beat(0, child.pid, "step", 40)
+        assert json.loads(run("status", tmp_path, "--json").output)[0]["earlier"] == []
+        named = {"code": "sig.quit", "sentence": "rank 0 crashed with SIGQUIT in phase step at step 58"}
+        made.event("verdict", attempt=1, verdict=named).event("restart", attempt=1).event("attempt started", attempt=2)
+        told = "attempt 1: rank 0 crashed with SIGQUIT in phase step at step 58 (sig.quit)"
+        for command in ("status", "why"):
+            lines = run(command, tmp_path).output.splitlines()
+            assert lines[lines.index("    restarts: 1") + 1].strip() == told
+        assert json.loads(run("status", tmp_path, "--json").output)[0]["earlier"] == [told]
+        found = json.loads(run("why", tmp_path, "--json").output)["verdict"]
+        assert (found["code"], found["cascade"]) == ("running", [told])
+        made.record("finished", exit_code=0)
+    assert json.loads(run("status", tmp_path, "--json").output)[0]["earlier"] == []
+
+
 def test_why_of_what_never_ran_is_one_line(tmp_path: Path) -> None:
     with recorded(tmp_path, "prepare", {}):
         pass
