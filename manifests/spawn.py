@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def spawn(
         (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
         (os.POSIX_SPAWN_OPEN, 2, str(errors), appending, 0o644) if errors else (os.POSIX_SPAWN_DUP2, 1, 2),
         # A pipe that our own shell gave us would otherwise not end before the run does.
-        *((os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in _open_descriptors() if descriptor not in kept),
+        *((os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in _closable() if descriptor not in kept),
         # Onto itself: the one that this process opened is closed in a child otherwise.
         *((os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in kept),
     ]
@@ -53,6 +54,21 @@ def spawn(
 def _open_descriptors() -> list[int]:
     """Beyond stdin, stdout and stderr."""
     return [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]  # noqa: PTH208
+
+
+def _closable() -> list[int]:
+    """Open descriptors that the C library agrees to close in a child; those above the limit close at its exec.
+
+    It refuses numbers from the limit of open files on with EBADF, and whoever lowers that limit (ulimit -n 100) may
+    have left us a pipe above it.
+    """
+    limit = os.sysconf("SC_OPEN_MAX")
+    found = _open_descriptors()
+    for descriptor in found:
+        if 0 <= limit <= descriptor:
+            with suppress(OSError):  # that of the look itself is gone already
+                os.set_inheritable(descriptor, False)
+    return [descriptor for descriptor in found if limit < 0 or descriptor < limit]
 
 
 def environment_of(spec: LaunchSpec) -> dict[str, str]:
