@@ -80,7 +80,7 @@ def wait(run_dir: Path, request: dict[str, Any]) -> None:
         if first and status.run and status.run.run_id != first.run_id:
             tell(f"{run_dir}: the run that was asked has ended, another one has begun since")
             return
-        if status.state not in LIVING and not is_owned(run_dir):
+        if status.state not in LIVING and not _in_use(run_dir):
             tell(f"{run_dir}: {status.command} {status.state}{': ' + status.message if status.message else ''}")
             return
         passed = time.monotonic() - asked
@@ -92,6 +92,16 @@ def wait(run_dir: Path, request: dict[str, Any]) -> None:
             warned = True
             _warn_unheard(run_dir, request)
         time.sleep(LOOK_EVERY_S)
+
+
+def _in_use(run_dir: Path) -> bool:
+    """Whether a process holds the folder; where its lock is not ours to read (another user's umask 027), the
+    supervisor's life must do.
+    """
+    try:
+        return is_owned(run_dir)
+    except OSError:
+        return bool(collect(run_dir).now.supervisor_alive)
 
 
 def _warn_unheard(run_dir: Path, request: dict[str, Any]) -> None:

@@ -253,6 +253,21 @@ def test_waiting_says_that_nobody_hears(tmp_path: Path, monkeypatch: pytest.Monk
             assert "the request stays" in stop.stderr.read()
 
 
+def test_a_lock_that_is_not_ours_to_read_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of another user with umask 027: who may ask it to stop cannot open its lock."""
+
+    def unreadable(folder: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(folder / ".owner"))
+
+    monkeypatch.setattr(stop_command, "is_owned", unreadable)
+    MadeRun(tmp_path).started().supervised(GONE).record("interrupted", "stopped at step 7", exit_code=75)
+    stop_command.wait(tmp_path, {"time": 0.0})
+    leaving = tmp_path / "leaving"
+    with holder(leaving) as child:  # its supervisor has recorded the end, and is on its way out
+        MadeRun(leaving).started().supervised(child.pid).record("interrupted", exit_code=75)
+        assert stop_command._in_use(leaving)
+
+
 # why
 
 
