@@ -17,10 +17,12 @@ from manifests.event_log import EventLog, print_line
 from manifests.hang_watch import Learned
 from manifests.host_watch import HostWatch
 from manifests.launch_spec import LaunchSpec
+from manifests.lost_folder import folder_lost, is_lost, moved_to
 from manifests.stacks import save_stacks
 from manifests.stop_requests import Requests, told
 from manifests.worker_process import Exit, Seat
 from shared import phases
+from shared.errors import FolderLost
 
 POLL_S = 0.1
 STOP_GRACE_S = 120.0
@@ -44,6 +46,7 @@ class Crew:
         self._came_round = time.monotonic()
         self._told = 0
         self._faulty: set[str] = set()
+        self._ending = False
 
     @property
     def running(self) -> list[Seat]:
@@ -51,8 +54,9 @@ class Crew:
         return [seat for seat in self.seats if seat.running]
 
     def pump(self, seconds: float) -> None:
-        """Sleep, or until something happens; then see who died, who asks, sample, draw."""
+        """Sleep, or until something happens; then see who died, who asks, sample, draw. Raises FolderLost."""
         self.requests.wait(seconds)
+        self.require_folder()
         for seat in self.seats:
             if (exit := seat.poll()) is not None:
                 self._record(seat, exit)
@@ -65,11 +69,20 @@ class Crew:
         self.log.retry()
         self._draw()
 
+    def require_folder(self) -> None:
+        """Before anything is written there: raise FolderLost once the folder of this name is not this run's."""
+        if self.spec.run_id and is_lost(self.spec.run_dir):
+            self.log.leave_folder()
+            if not self._ending:
+                raise folder_lost(self.spec, moved_to())
+
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
         """For what a run can do without: a fault in there is said once, and the run goes on."""
         try:
             yield
+        except FolderLost:
+            raise
         except Exception:  # noqa: BLE001
             if what not in self._faulty:
                 self._faulty.add(what)
@@ -113,6 +126,7 @@ class Crew:
 
     def leave_nobody(self) -> None:
         """Whatever happened: no process of this run goes on."""
+        self._ending = True
         with suppress(Exception):
             self._kill(self.running)
             self.sweep()

@@ -34,6 +34,7 @@ class EventLog:
         self._folder = run_dir
         self._number = 0
         self._lost = 0
+        self._left = False
         self._waiting: deque[EventRecord] = deque()
         self._degraded = ""
         self._looked = 0.0
@@ -51,9 +52,14 @@ class EventLog:
         stamp = {"n": self._number, "mono": time.monotonic(), "boot": self.boot, "t": time.time()}
         record = EventRecord(run_id=self.run_id, event=event, message=message, detail=_plain(stamp | detail))
         print_line(f"{event}: {message}" if message else event)
-        if self._waiting or not self._append(record):
+        if not self._left and (self._waiting or not self._append(record)):
             self._wait(record)
         self._to_ring(record)
+
+    def leave_folder(self) -> None:
+        """Append nothing more: the folder of that name is gone, or another run's. The ring's file is still our own."""
+        self._left = True
+        self._waiting.clear()
 
     def retry(self) -> None:
         """Append what waits, when a second has passed since the last try; called by the loop."""

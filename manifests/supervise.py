@@ -80,7 +80,7 @@ class Supervision:
         """Run all workers to their end; whatever goes wrong in here, none is left behind."""
         try:
             return self._run()
-        except DflashError as error:  # a folder that takes no log
+        except DflashError as error:  # a folder that takes no log, or is not there any more
             return Outcome("failed", error.exit_code, type(error).__name__, str(error))
         except Exception as error:  # noqa: BLE001 - it must outlive its own bugs long enough to say so
             return self._bug(error)
@@ -136,6 +136,7 @@ class Supervision:
         team.fail(judged, "")
 
     def _start(self, team: Team) -> None:
+        self.crew.require_folder()
         now = time.monotonic()
         if not self.crew.running:  # else the death of another team's worker would lose what the kernel counted for it
             self.host.since(now)

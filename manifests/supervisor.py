@@ -20,6 +20,7 @@ from manifests.event_log import EventLog, print_line
 from manifests.finish import run_finish
 from manifests.judgement import Outcome
 from manifests.launch_spec import LaunchSpec, spec_path
+from manifests.lost_folder import folder_lost, is_lost, moved_to
 from manifests.records import RunRecord
 from manifests.runs import ledger_of
 from manifests.stop_requests import Requests
@@ -46,7 +47,10 @@ def main(run_dir: Path) -> int:
         outcome = _supervised(spec, log, requests)
         if outcome.state == "finished" and spec.finish:
             outcome = run_finish(spec, requests)
-        _write_ending(spec, log, outcome)
+        if is_lost(run_dir):
+            outcome = _write_lost(spec, log)
+        else:
+            _write_ending(spec, log, outcome)
     return outcome.exit_code
 
 
@@ -79,6 +83,29 @@ def _who(spec: LaunchSpec, kernel: Kernel) -> dict[str, Any]:
 
 def _write_ending(spec: LaunchSpec, log: EventLog, outcome: Outcome) -> None:
     """The run's last record, its last event, and the page that says why; a full disk takes what it takes."""
+    _record_ending(spec, spec.run_dir, outcome)
+    _log_ending(log, outcome)
+    page = spec.run_dir / POSTMORTEM
+    if outcome.state == "finished":
+        with suppress(OSError):
+            page.unlink(missing_ok=True)
+    else:
+        _write_page(spec.run_dir, page, outcome)
+
+
+def _write_lost(spec: LaunchSpec, log: EventLog) -> Outcome:
+    """The end of a run whose folder is not there any more: on record where it was moved to, nowhere else."""
+    moved = moved_to()
+    error = folder_lost(spec, moved)
+    outcome = Outcome("failed", error.exit_code, type(error).__name__, str(error))
+    log.leave_folder()
+    if moved is not None:
+        _record_ending(spec, moved, outcome)
+    _log_ending(log, outcome)
+    return outcome
+
+
+def _record_ending(spec: LaunchSpec, folder: Path, outcome: Outcome) -> None:
     well = outcome.state == "finished"
     named = outcome.state == "interrupted" or well or not outcome.error
     message = outcome.message if named else f"{outcome.error}: {outcome.message}"
@@ -91,9 +118,12 @@ def _write_ending(spec: LaunchSpec, log: EventLog, outcome: Outcome) -> None:
         detail={"code": outcome.code} if outcome.code else {},
     )
     try:
-        ledger_of(spec.run_dir, spec.command, spec.run_id).append(record)
+        ledger_of(folder, spec.command, spec.run_id).append(record)
     except (DflashError, OSError) as error:
         print_line(f"the ending cannot be recorded: {error}")
+
+
+def _log_ending(log: EventLog, outcome: Outcome) -> None:
     log.write(
         "supervisor ended",
         outcome.message,
@@ -103,12 +133,6 @@ def _write_ending(spec: LaunchSpec, log: EventLog, outcome: Outcome) -> None:
         error=outcome.error,
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
-    page = spec.run_dir / POSTMORTEM
-    if well:
-        with suppress(OSError):
-            page.unlink(missing_ok=True)
-    else:
-        _write_page(spec.run_dir, page, outcome)
 
 
 def _write_page(run_dir: Path, page: Path, outcome: Outcome) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 from manifests.commit import read
 from manifests.judgement import Outcome
 from manifests.launch_spec import LaunchSpec, log_path, summary_path
+from manifests.lost_folder import folder_lost
 from shared.beat import read_beat
-from shared.errors import DflashError, WorkerFailed, WorkerKilled
+from shared.errors import DflashError, FolderLost, WorkerFailed, WorkerKilled
 from shared.progress import Display, combine, say, tell
 from shared.reporter import progress_path
 from shared.ring import read_ring
@@ -236,6 +237,8 @@ class _Events:
                     code=detail["code"],
                 )
         spec = self._spec
+        if code == FolderLost.exit_code:  # it took its records along
+            return Outcome("failed", code, FolderLost.__name__, str(folder_lost(spec)))
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         kind = WorkerKilled if code < 0 else WorkerFailed
         message = (

@@ -4,7 +4,7 @@
     ├── DataError            10-17  what was read
     ├── TargetError          20-26  the model to be drafted for
     ├── StoreError           30-35  the teacher store, where it lies
-    ├── RunError             40-46  folders, disks, configuration
+    ├── RunError             40-47  folders, disks, configuration
     ├── ProcessError         50-58  workers and numbers
     ├── CheckpointMismatch   60, ExportMismatch 61, NotLossless 62
     └── Interrupted          75     stopped on request, or without its supervisor; the same command goes on
@@ -205,6 +205,12 @@ class MachineUnfit(RunError):
     """`dflash doctor` found something on this machine that training cannot do without."""
 
     exit_code = 46
+
+
+class FolderLost(RunError):
+    """The run's folder was deleted, moved or replaced while it ran; nothing of the run goes on."""
+
+    exit_code = 47
 
 
 class ProcessError(DflashError):

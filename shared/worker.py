@@ -135,7 +135,7 @@ class Worker:
         path = ending_path(self.run_dir, self.role, self.rank)
         code = int(said["code"])
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)  # no parents: a run folder that was deleted stays so
             write_json(path, said)
         except (DflashError, OSError) as error:
             code = code or (error.exit_code if isinstance(error, DflashError) else 1)
