@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import DflashError, DiskFull, PathNotWritable, RunBusy
-from shared.kernel import is_same, own_start_ticks
+from shared.kernel import is_same, lock_holders, own_start_ticks
 
 PARTIAL = ".partial"
 _FSYNCS = 8
@@ -292,10 +292,21 @@ def _lock(descriptor: int, folder: Path) -> None:
             raise RunBusy(f"{folder} is in use by {owner}; wait for it, stop it, or choose another folder")
         if time.monotonic() > deadline:
             raise RunBusy(
-                f"{folder} is in use by workers of {owner}, which is gone: they did not end in {WORKERS_END_S:.0f} s; "
-                "wait for them or end them, then run the same command again"
+                f"{folder} is in use by workers of {owner}, their supervisor, which is gone: "
+                f"{_left(lock_holders(descriptor))}, then run the same command again"
             )
         time.sleep(0.05)
+
+
+def _left(holders: list[tuple[int, str]]) -> str:
+    """Who did not end, and what to do about them."""
+    if not holders:
+        return f"they did not end in {WORKERS_END_S:.0f} s; wait for them or end them"
+    pids = " ".join(str(pid) for pid, _ in holders)
+    said = f"process {pids} did not end in {WORKERS_END_S:.0f} s"
+    if stopped := " ".join(str(pid) for pid, state in holders if state in "Tt"):
+        said += f"; stopped by a signal: `kill -CONT {stopped}` lets them save and leave"
+    return f"{said}; wait for them or end them (`kill -KILL {pids}`)"
 
 
 def _is_dead(signed: str) -> bool:

@@ -171,6 +171,33 @@ def session_members(session: int) -> list[tuple[int, int]]:
     return found
 
 
+def lock_holders(descriptor: int) -> list[tuple[int, str]]:
+    """(pid, state) of every other process through which the lock on this file is held; those of other users are left
+    out. Who merely has the file open, to wait for the lock, holds nothing.
+    """
+    wanted = os.fstat(descriptor)
+    name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115, PTH119
+    found = []
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdecimal()):  # noqa: PTH208
+        if pid != os.getpid() and (there := process(pid)) and _holds_lock(pid, name, wanted):
+            found.append((pid, there.state))
+    return found
+
+
+def _holds_lock(pid: int, name: str, wanted: os.stat_result) -> bool:
+    try:
+        for number in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+            path = f"/proc/{pid}/fd/{number}"
+            # By its name first: to ask for a file on a disk that does not answer would take for ever.
+            if os.path.basename(os.readlink(path)) != name or not os.path.samestat(os.stat(path), wanted):  # noqa: PTH115, PTH116, PTH119
+                continue
+            if "\nlock:" in (text_of(f"/proc/{pid}/fdinfo/{number}") or ""):
+                return True
+    except OSError:
+        pass
+    return False
+
+
 def command_line(pid: int) -> str:
     """A process's command, at most 200 characters; "" when it is gone or not ours to see."""
     text = line_of(f"/proc/{pid}/cmdline") or line_of(f"/proc/{pid}/comm") or ""

@@ -36,6 +36,10 @@ FLOOR_S = {
     DRAIN: 300.0,
     DONE: 300.0,
 }
+# A main thread in these may be in C for half an hour, and has nothing that a checkpoint could keep.
+NOTHING_TO_SAVE = frozenset({IMPORT, RENDEZVOUS, LOAD, COMPILE, WARM_UP})
+LEAVE_S = 5.0
+"""How long after a request a worker that has nothing to save may still take to its next boundary."""
 # However small the scale: a busy machine takes seconds to start an interpreter.
 _LEAST_S = {SPAWN: 5.0}
 # A phase of a newer version, or none: as patient as loading.
@@ -55,3 +59,13 @@ def limit_s(phase: str, longest_gap_s: float, scale: float) -> float:
         return math.inf
     limit = scale * max(FLOOR_S.get(phase, _UNKNOWN_S), _FACTOR * longest_gap_s)
     return max(limit, _LEAST_S.get(phase, 0.0))
+
+
+def alone_limit_s(phase: str, longest_gap_s: float, scale: float) -> float:
+    """As `limit_s` for a worker without a supervisor: never infinite, also where hangs are not to be looked for."""
+    return min(limit_s(phase, longest_gap_s, scale or 1.0), most_alone_s(scale))
+
+
+def most_alone_s(scale: float) -> float:
+    """Seconds after its supervisor that no worker lives: what the most patient phase may take."""
+    return max(FLOOR_S.values()) * (scale or 1.0)

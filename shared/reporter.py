@@ -126,6 +126,11 @@ class Reporter:
         total = often["total"]
         return Where(seldom["phase"], float(often["done"]), None if total is None else float(total), seldom["unit"])
 
+    @property
+    def reported(self) -> float:
+        """When a report last changed something, CLOCK_MONOTONIC seconds."""
+        return float(self._shared.often.get("reported", 0.0))
+
     def adopt(self) -> None:
         """Make this the process's own: a reporter of the same file that is made later goes on with it.
 

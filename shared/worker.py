@@ -24,7 +24,8 @@ from shared import ending, phases
 from shared.atomic import disk_faults, write_json
 from shared.ending import ending_path
 from shared.errors import DflashError, Interrupted, SupervisorGone, WorkerFailed, error_classes
-from shared.kernel import own_start_ticks
+from shared.kernel import own_start_ticks, session_members
+from shared.orphan import OrphanWatch
 from shared.reporter import Reporter, Where
 from shared.stop_signals import block_stop_signals, parent_gone, stop_note, stop_requested, take_stop_signals
 
@@ -34,10 +35,9 @@ FAULT_FILE_VARIABLE = "DFLASH_FAULT_FILE"
 _OOM_SCORE = 500
 # After a helper thread is lost: enough to write a page, not enough to lose more work.
 _LAST_S = 0.8
-# A main thread in these phases may be in C for half an hour, and has nothing that a checkpoint could keep.
-_NOTHING_TO_SAVE = frozenset({phases.IMPORT, phases.RENDEZVOUS, phases.LOAD, phases.COMPILE, phases.WARM_UP})
-LEAVE_S = 5.0
-"""How long after a request a worker that has nothing to save may still take to its next boundary."""
+# For the ending of a worker that ends itself, on a disk that may not answer.
+_ENDING_S = 5.0
+_WATCH_EVERY_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ class Worker:
         """Before any other thread starts: requests to stop become a question; `look` finds one that is no signal."""
         parent = int(os.environ.get("DFLASH_PARENT_PID", "0"))
         take_stop_signals(parent_pid=parent, look=look, then=self.leave_early)
+        if parent:
+            threading.Thread(target=self._watch_parent, name="orphan-watch", daemon=True).start()
 
     @contextmanager
     def attended(self) -> Iterator[Reporter]:
@@ -97,9 +99,9 @@ class Worker:
 
     def leave_early(self) -> None:
         """After a request to stop: end the process when its main thread does not come to a boundary by itself."""
-        deadline = time.monotonic() + LEAVE_S
+        deadline = time.monotonic() + phases.LEAVE_S
         while time.monotonic() < deadline:
-            if self.reporter is not None and self.reporter.where.phase not in _NOTHING_TO_SAVE:
+            if self.reporter is not None and self.reporter.where.phase not in phases.NOTHING_TO_SAVE:
                 return
             time.sleep(0.05)
         if self.reporter is None:  # under torchrun, before the run folder is ours
@@ -109,6 +111,32 @@ class Worker:
             f"{self.role} stopped in phase {phase}, nothing to save; run the same command again to go on"
         )
         os._exit(self.end(error))
+
+    def _watch_parent(self) -> None:
+        """Not to live for ever once the supervisor is gone: end the process when it comes to no boundary by itself."""
+        watch = OrphanWatch(float(os.environ.get(phases.SCALE_VARIABLE) or 1.0))
+        while True:
+            time.sleep(_WATCH_EVERY_S)
+            reporter = self.reporter
+            where, reported = (Where(phases.IMPORT), 0.0) if reporter is None else (reporter.where, reporter.reported)
+            silent = watch.overdue(time.monotonic(), parent_gone(), where.phase, reported)
+            if silent is not None:
+                self._end_alone(where, silent)
+
+    def _end_alone(self, where: Where, silent_s: float) -> None:
+        _exit_within(_ENDING_S, SupervisorGone.exit_code)
+        code = self.end(
+            SupervisorGone(
+                f"its supervisor is gone, and {self.role} worker {self.rank} came to no boundary by itself: "
+                f"{silent_s:.0f} s without a sign in phase {where.phase} at {where.done:,.0f} {where.unit}; it ended "
+                "itself and saved nothing more; run the same command again to go on from what is saved"
+            )
+        )
+        for pid, _ in session_members(os.getpid()):  # nobody is left to sweep what it started
+            if pid != os.getpid():
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        os._exit(code)
 
     def _ending(self, error: BaseException | None, thread: str | None) -> dict[str, Any]:
         if isinstance(error, Interrupted) and stop_note() is None and parent_gone():

@@ -145,6 +145,12 @@ def stuck_in_c(run_dir: Path, rank: int, world_size: int) -> None:
     ctypes.CDLL(None).sleep(60)
 
 
+def stuck_with_a_child(run_dir: Path, rank: int, world_size: int) -> None:
+    at_step(run_dir, rank)
+    say(run_dir, "ready", subprocess.Popen(["sleep", "60"]).pid)
+    ctypes.CDLL(None).sleep(60)
+
+
 def loading_in_c(run_dir: Path, rank: int, world_size: int) -> None:
     Reporter(run_dir, "toy", rank).update("load", 5, 9, "bytes")
     say(run_dir, "ready", os.getpid())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -9,15 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import fault, run, verify
-from made_runs import GONE, MadeRun, holder
+from made_runs import GONE, MadeRun, holder, identity
 from safetensors.torch import load_file
+from supervised import alive
 from tiny_target import TEXTS, save_target
 from toy_run import command, config_of, environment, run_here
 from toy_store import counting_texts, make_store
@@ -28,6 +30,7 @@ from manifests.resume import continuation_of, continued
 from manifests.runs import recorded
 from shared.atomic import write_json
 from shared.errors import ConfigRefused, DataMissing, DiskFull, RunBusy, RunNotRunning
+from shared.kernel import process
 
 COMMAND = ["train", "--store=x.zarr", "--steps", "9"]
 
@@ -251,6 +254,56 @@ def test_waiting_says_that_nobody_hears(tmp_path: Path, monkeypatch: pytest.Monk
             stop.send_signal(signal.SIGINT)
             assert stop.wait(60) == 130
             assert "the request stays" in stop.stderr.read()
+
+
+@contextmanager
+def orphan(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A worker on record, in a session of its own with a child, whose supervisor is gone; and the child's pid."""
+    line = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-c", line], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as child:
+        try:
+            assert child.stdout is not None
+            started = int(child.stdout.readline())
+            made = MadeRun(folder).started().supervised(GONE)
+            made.event("worker spawned", attempt=1, rank=0, **identity(child.pid))
+            yield child, started
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+
+
+def test_workers_without_their_supervisor_are_killed_from_here(tmp_path: Path) -> None:
+    with orphan(tmp_path) as (child, started):
+        result = run("stop", tmp_path, "--now", "--no-wait")
+        assert result.exit_code == 0
+        assert (
+            f"its supervisor (process {GONE}) is gone; killed worker 0 (process {child.pid}) from here" in result.stderr
+        )
+        assert child.wait(60) == -signal.SIGKILL
+        until(lambda: not alive(started), "the end of what it had started")
+
+
+def test_who_has_a_workers_pid_since_is_not_killed(tmp_path: Path) -> None:
+    with orphan(tmp_path) as (child, _):
+        found = stop_command.orphans_of(collect(tmp_path))
+        assert [(worker.rank, worker.pid, worker.supervisor) for worker in found] == [(0, child.pid, GONE)]
+        stop_command._kill([dataclasses.replace(found[0], start_ticks=found[0].start_ticks + 1)])
+        assert child.poll() is None
+        ticks = identity(child.pid)["start_ticks"] + 1
+        MadeRun(tmp_path).event("worker spawned", attempt=1, rank=0, pid=child.pid, start_ticks=ticks)
+        assert stop_command.orphans_of(collect(tmp_path)) == []
+
+
+def test_a_stopped_worker_without_its_supervisor_is_named(tmp_path: Path) -> None:
+    with orphan(tmp_path) as (child, _):
+        child.send_signal(signal.SIGSTOP)
+        until(lambda: (found := process(child.pid)) and found.state == "T", "the stop")
+        said = run("stop", tmp_path, "--no-wait").stderr
+        assert f"its supervisor (process {GONE}) is gone; worker 0 (process {child.pid})" in said
+        assert f"`kill -CONT {child.pid}` wakes it" in said
+        assert child.poll() is None
 
 
 def test_a_lock_that_is_not_ours_to_read_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

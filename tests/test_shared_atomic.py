@@ -10,9 +10,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from supervised import until
 
 from shared import atomic
 from shared.errors import DiskFull, PathNotWritable, RunBusy
+from shared.kernel import process
 
 
 def test_write_replaces_whole_and_leaves_no_partial(tmp_path: Path) -> None:
@@ -98,6 +100,43 @@ def test_a_folder_has_one_owner_and_names_it(tmp_path: Path) -> None:
         assert f"process {os.getpid()}" in other.stderr
     after = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert after.stdout == "mine\n"
+
+
+OUTLIVING = """
+import os, pathlib, subprocess, sys
+from shared.atomic import held_locks, owned
+with owned(pathlib.Path(sys.argv[1])):
+    none = subprocess.DEVNULL
+    left = subprocess.Popen(["sleep", "600"], pass_fds=held_locks(), stdout=none, stderr=none)
+    print(left.pid, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.crash
+def test_who_outlives_the_owner_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "WORKERS_END_S", 0.2)
+    line = [sys.executable, "-c", OUTLIVING, str(tmp_path)]
+    pid = int(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+    waiting = os.open(tmp_path / ".owner", os.O_RDONLY)  # has it open, but holds nothing
+    try:
+        with pytest.raises(RunBusy, match=f"which is gone: process {pid} did not end.*`kill -KILL {pid}`") as caught:
+            _own(tmp_path)
+        assert "CONT" not in str(caught.value)
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: (found := process(pid)) and found.state == "T")
+        with pytest.raises(RunBusy, match=f"`kill -CONT {pid}` lets them save and leave"):
+            _own(tmp_path)
+    finally:
+        os.close(waiting)
+        os.kill(pid, signal.SIGKILL)
+    monkeypatch.setattr(atomic, "WORKERS_END_S", 60.0)
+    _own(tmp_path)
+
+
+def _own(folder: Path) -> None:
+    with atomic.owned(folder):
+        pass
 
 
 def test_errors_that_libraries_wrap_are_understood(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervised import least_of_three
+from supervised import alive, least_of_three, until
 
 from shared.beat import read_beat
 from shared.ending import MOST_MESSAGE, MOST_TRACEBACK, ending_path
@@ -300,20 +300,36 @@ def test_stacks_are_given_on_request_also_while_the_gil_is_held(tmp_path: Path) 
         assert process.poll() is None
 
 
-@pytest.mark.crash
-def test_a_worker_without_its_supervisor_says_so(tmp_path: Path) -> None:
+def orphaned(run_dir: Path, function: str, **more: str) -> dict[str, Any]:
+    """The ending of a worker whose supervisor is killed while it works."""
     code = f"""
 import os, subprocess, sys
-os.environ.update(RANK="0", WORLD_SIZE="1", DFLASH_PARENT_PID=str(os.getpid()))
+os.environ.update(RANK="0", WORLD_SIZE="1", DFLASH_PARENT_PID=str(os.getpid()), **{more!r})
 os.environ["PYTHONPATH"] = {str(Path(__file__).parent)!r}
-subprocess.Popen([sys.executable, "-m", "shared.worker", "ending_workers:until_stopped", {str(tmp_path)!r}, "toy"])
+line = [sys.executable, "-m", "shared.worker", "ending_workers:{function}", {str(run_dir)!r}, "toy"]
+subprocess.Popen(line, start_new_session=True)
 sys.stdin.read()
 """
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as parent:
-        wait_for(tmp_path / "ready")
+        wait_for(run_dir / "ready")
         parent.kill()
-    wait_for(ending_path(tmp_path, "toy", 0))
-    ending = ending_of(tmp_path)
+    wait_for(ending_path(run_dir, "toy", 0))
+    return ending_of(run_dir)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize(("function", "phase"), [("stuck_with_a_child", "step"), ("loading_in_c", "load")])
+def test_a_worker_that_hangs_without_its_supervisor_ends_itself(tmp_path: Path, function: str, phase: str) -> None:
+    ending = orphaned(tmp_path, function, DFLASH_HANG_SCALE="0.05")  # 3 s in a step
+    assert (ending["code"], ending["error"], ending["phase"]) == (75, "SupervisorGone", phase)
+    assert "saved nothing more" in ending["message"]
+    pids = [ending["pid"], *map(int, (tmp_path / "ready").read_text().split())]
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.mark.crash
+def test_a_worker_without_its_supervisor_says_so(tmp_path: Path) -> None:
+    ending = orphaned(tmp_path, "until_stopped")
     assert (ending["code"], ending["error"], ending["signal"]) == (75, "SupervisorGone", None)
     assert "supervisor is gone" in ending["message"]
 
