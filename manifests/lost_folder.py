@@ -9,6 +9,7 @@ killed, not asked. What is finished in a folder that was moved goes with it unto
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,19 +17,38 @@ from manifests.launch_spec import LaunchSpec
 from shared.atomic import held_locks
 from shared.errors import FolderLost
 
+_LOOKS, _BETWEEN_S = 6, 0.1
+
 
 def is_lost(run_dir: Path) -> bool:
-    """Whether the folder of this name is not the one whose lock this process holds. A disk that fails is no loss."""
+    """Whether the folder of this name is not the one whose lock this process holds; said after half a second of looks.
+
+    A run is killed for it, so a disk that fails, a name that a network disk has lost for a moment, and a file system
+    that numbers its files anew are no loss.
+    """
+    for look in range(_LOOKS):
+        if look:
+            time.sleep(_BETWEEN_S)
+        if not _seems_lost(run_dir):
+            return False
+    return True
+
+
+def _seems_lost(run_dir: Path) -> bool:
     held = held_locks()
     if not held:
         return False
+    path = run_dir / ".owner"
     try:
-        found = (run_dir / ".owner").stat()
+        found = path.stat()
+        if any(os.path.samestat(os.fstat(descriptor), found) for descriptor in held):
+            return False
+        signed = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
         return False
-    return not any(os.path.samestat(os.fstat(descriptor), found) for descriptor in held)
+    return not signed or signed not in [os.pread(descriptor, len(signed) + 1, 0) for descriptor in held]
 
 
 def moved_to() -> Path | None:

@@ -74,6 +74,23 @@ def test_the_lock_is_compared_with_what_lies_there(tmp_path: Path, monkeypatch: 
 
             patch.setattr(Path, "stat", dying)
             assert not is_lost(folder)
+        signed = (folder / ".owner").read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os.path, "samestat", lambda *_: False)  # a file system that numbers its files anew
+            assert not is_lost(folder)
+        with monkeypatch.context() as patch:  # a name that is not to be seen for a moment
+            real, looks = Path.stat, iter([True, True, False])
+
+            def forgetful(path: Path, **options: bool) -> os.stat_result:
+                if next(looks, False):
+                    raise FileNotFoundError(2, "No such file or directory", str(path))
+                return real(path, **options)
+
+            patch.setattr(Path, "stat", forgetful)
+            assert not is_lost(folder)
+        (folder / ".owner").unlink()
+        (folder / ".owner").write_bytes(signed[::-1])
+        assert is_lost(folder)
         (folder / ".owner").unlink()
         (folder / ".owner").touch()
         assert (is_lost(folder), moved_to()) == (True, None)
