@@ -148,10 +148,11 @@ def test_a_held_out_document_that_is_not_finite_is_named(tmp_path: Path, precisi
         run_here(config_of(store, tmp_path / "run"))
 
 
-def test_every_process_gives_the_same_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_every_process_gives_the_same_reason(tmp_path: Path, parallel: str) -> None:
     """The command ends with the reason's own code: had one rank gone on alone, the other would wait in a collective."""
     store = make_store(tmp_path / "x.zarr", counting_texts(16), corrupt=7)
-    done = run_command(command(config_of(store, tmp_path / "run"), "--nproc=2"))
+    done = run_command(command(config_of(store, tmp_path / "run"), "--nproc=2", f"--parallel={parallel}"))
     assert done.returncode == NonFinite.exit_code, done.stderr
     assert "held-out document 7 that are not finite: extract it again" in done.stderr
     assert "Traceback" not in done.stderr
