@@ -93,7 +93,7 @@ def _named(evidence: Evidence, death: Death, others: Sequence[Death]) -> Finding
 def _by_ending(evidence: Evidence, death: Death) -> Finding | None:
     """It wrote how it ended: its own words, which nobody else could have made."""
     if death.error == "SupervisorGone":
-        sentence = f"rank {death.rank} saved and left because its supervisor was gone"
+        sentence = f"rank {death.rank} left because its supervisor was gone"
         return Finding(code="sup.killed", sentence=sentence, cascade=True, short="left without its supervisor")
     if death.error == "Interrupted":
         return _interrupted(evidence, death)

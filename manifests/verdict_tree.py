@@ -52,7 +52,7 @@ def _supervisor_first(evidence: Evidence, last: Signs) -> Finding | None:
         fact = "its process is gone, workers of it live" if gone else "its samples ended, workers of it live"
         return run_finding(evidence, "sup.killed", PROVED if gone else LIKELY, sentence, (fact,), phase, step)
     if told:
-        sentence = f"the supervisor was killed; {ranks_text(tuple(told))} saved and left{place}"
+        sentence = f"the supervisor was killed; {ranks_text(tuple(told))} noticed it and left{place}"
         fact = f"{ranks_text(tuple(told))} wrote that the supervisor was gone"
         return run_finding(evidence, "sup.killed", PROVED, sentence, (fact,), phase, step)
     if later and last.supervisor is not None:
