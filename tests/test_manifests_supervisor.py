@@ -22,6 +22,7 @@ from manifests.evidence import collect
 from manifests.verdict import verdict
 from shared.errors import (
     DiskFull,
+    FolderLost,
     Interrupted,
     MaskTokenInUse,
     NoProgress,
@@ -245,7 +246,7 @@ def test_a_worker_without_a_log_is_not_started_and_said(folder: Path, monkeypatc
 
 
 def test_a_folder_that_was_moved_is_told_with_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A SIGKILL, then attempts without a log, ended as "3 times the same failure" that no line named."""
+    """A SIGKILL, then attempts without a log, ended as "3 times the same failure", and made the old folder anew."""
     monkeypatch.setenv("TOY_STEPS", LONG)
     moved = folder.with_name("moved")
     with start(folder, "steps", 1, restarts=3, hang_limit_scale=HASTY) as process:
@@ -254,13 +255,12 @@ def test_a_folder_that_was_moved_is_told_with_its_name(folder: Path, monkeypatch
         os.kill(worker, signal.SIGKILL)
         process.communicate(timeout=60)
     evidence = until(lambda: (now := collect(moved)).named("supervisor ended") and now)
+    assert process.returncode == FolderLost.exit_code
     found = verdict(evidence)
-    assert (found.code, found.confidence) == ("progress.none", "proved")
-    assert "the last time: worker 0 could not be started: cannot write " in found.sentence
-    said = [event["detail"]["verdict"]["sentence"] for event in evidence.named("verdict")]
-    assert said[0].startswith("rank 0 was killed (SIGKILL)")
-    assert [text.startswith("worker 0 could not be started") for text in said[1:]] == [True] * 3 + [False]
+    assert (found.code, found.exit_code) == ("refused.folder_lost", FolderLost.exit_code)
+    assert f"it is {moved} now" in found.sentence
     assert f"put {moved} back in the place of {folder}, `dflash resume {folder}`" in found.advice
+    assert not folder.exists()
 
 
 def test_a_worker_that_hangs_before_its_first_sign_is_not_ended_by_being_asked(

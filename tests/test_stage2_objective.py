@@ -93,12 +93,16 @@ def test_settings_without_sense_are_refused(changes: dict[str, Any]) -> None:
 
 
 def test_labels_of_the_teacher_move_what_counts_as_right(store: Path, tmp_path: Path) -> None:
-    """The same drafter, judged by two kinds of labels: every third one differs."""
+    """The same drafter, judged by two kinds of labels: every third one differs. Held-out text is always the text."""
     plain = run_here(config_of(store, tmp_path / "plain", steps=60, eval_every=100, save_every=100))
     other = run_here(config_of(store, tmp_path / "other", steps=1, labels="teacher"))
-    by_data = estimate(plain.drafter, plain.heldout, plain.share, plain.engine, ALONE)
-    by_teacher = estimate(plain.drafter, other.heldout, other.share, other.engine, ALONE)
+
+    def judged(parts: Any, builder: Any) -> dict[str, float]:
+        return estimate(plain.drafter, builder, parts.share, parts.engine, ALONE)
+
+    by_data, by_teacher = judged(plain, plain.builder), judged(other, other.builder)
     assert by_teacher["accuracy_slot_01"] < by_data["accuracy_slot_01"]
+    assert judged(other, other.heldout) == judged(plain, plain.heldout)
 
 
 def parts_of(store: Path, objective: Objective) -> tuple[Drafter, Engine, BatchBuilder]:
