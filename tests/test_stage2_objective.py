@@ -101,7 +101,7 @@ def test_labels_of_the_teacher_move_what_counts_as_right(store: Path, tmp_path: 
         return estimate(plain.drafter, builder, parts.share, parts.engine, ALONE)
 
     by_data, by_teacher = judged(plain, plain.builder), judged(other, other.builder)
-    assert by_teacher["accuracy_slot_01"] < by_data["accuracy_slot_01"]
+    assert by_teacher["accuracy_slot_01"] != pytest.approx(by_data["accuracy_slot_01"], rel=1e-3)
     assert judged(other, other.heldout) == judged(plain, plain.heldout)
 
 
