@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from manifests.lines import closing_of, line_of, parse, records_in, scan
 from manifests.records import KINDS, kind_of
-from manifests.run_order import in_order
+from manifests.run_order import oldest_first
 from shared.atomic import disk_faults, fsync_dir
 from shared.store_files import is_remote, open_files
 
@@ -99,17 +99,13 @@ def read(folder: Path | str, kind: str) -> list[dict[str, Any]]:
         for name in files.list("manifest"):
             if name.startswith(f"{kind}.") and name.endswith(".jsonl"):
                 records += records_in(files.read_bytes(f"manifest/{name}"))[0]
-        return _oldest_first(kind, records)
+        return oldest_first(kind, records)
     folder = Path(folder)
     for path in files_of(folder, kind):
         with path.open("rb") as file:
             for lines, _ in scan(file):
                 records += parse(lines)
-    return _oldest_first(kind, records)
-
-
-def _oldest_first(kind: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return in_order(records) if kind == "runs" else sorted(records, key=lambda record: record["time"])
+    return oldest_first(kind, records)
 
 
 def damaged_lines(folder: Path, kind: str) -> list[DamagedLine]:

@@ -46,7 +46,7 @@ class Crew:
         self._came_round = time.monotonic()
         self._told = 0
         self._faulty: set[str] = set()
-        self._ending = False
+        self._ending = self._lost = False
 
     @property
     def running(self) -> list[Seat]:
@@ -71,7 +71,9 @@ class Crew:
 
     def require_folder(self) -> None:
         """Before anything is written there: raise FolderLost once the folder of this name is not this run's."""
-        if self.spec.run_id and is_lost(self.spec.run_dir):
+        # Not asked again once it is known: each such look takes half a second, and the workers are to be ended.
+        self._lost = self._lost or bool(self.spec.run_id and is_lost(self.spec.run_dir))
+        if self._lost:
             self.log.leave_folder()
             if not self._ending:
                 raise folder_lost(self.spec, moved_to())

@@ -14,7 +14,7 @@ from typing import Any
 
 from manifests.commit import files_of
 from manifests.lines import parse, scan
-from manifests.run_order import in_order
+from manifests.run_order import oldest_first
 from shared.beat import BeatState, read_beat
 from shared.json_file import read_if_whole
 from shared.ring import read_ring
@@ -65,7 +65,7 @@ def records(run_dir: Path, kind: str, gaps: list[str]) -> list[dict[str, Any]]:
             gaps.append(f"{path} cannot be read: {error.strerror}")
         except (*_UNUSABLE,) as error:
             gaps.append(f"{path} holds records that this version does not understand: {type(error).__name__}")
-    return in_order(found) if kind == "runs" else sorted(found, key=lambda record: record["time"])
+    return oldest_first(kind, found)
 
 
 def events(run_dir: Path, run_id: str, gaps: list[str]) -> list[dict[str, Any]]:

@@ -15,6 +15,11 @@ AFTER = "after"
 """In the detail of a run's first record: it came after all with this time or place."""
 
 
+def oldest_first(kind: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of one kind, as they stand in their files, in the order in which they came about."""
+    return in_order(records) if kind == "runs" else sorted(records, key=lambda record: record["time"])
+
+
 def in_order(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Run records, oldest first; given as they stand in their files, one file after the other."""
     return [record for _, record in sorted(_placed(records), key=lambda placed: placed[0])]

@@ -58,10 +58,7 @@ class Silence:
     def name(self, team: Team, hang: Hang) -> None:
         """Write the hang down, and save what everybody does; nothing is killed yet."""
         look = self._look_of(team, hang.rank, time.monotonic())
-        gpus = [
-            {"index": gpu.index, "utilisation": gpu.utilisation, "used": gpu.used, "total": gpu.total}
-            for gpu in GpuQuestion().answer().gpus
-        ]
+        gpus = [gpu.as_dict() for gpu in GpuQuestion().answer().gpus]
         said = (
             f"worker {hang.rank} made no progress in phase {look.phase} for {look.silent_s:.0f} s (limit "
             f"{look.limit_s:.0f} s): {hang.code}; stacks are saved before it is ended"

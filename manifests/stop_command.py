@@ -91,8 +91,8 @@ def orphans_of(evidence: Evidence) -> list[Orphan]:
 def _kill(orphans: list[Orphan]) -> None:
     """As their supervisor would: SIGKILL to each and all that it started; who took such a pid since is let be."""
     for orphan in orphans:
-        for pid, start_ticks in {*session_members(orphan.pid), (orphan.pid, orphan.start_ticks)}:
-            if is_same(orphan.pid, orphan.start_ticks) and is_same(pid, start_ticks) and pid != orphan.pid:
+        for pid, start_ticks in session_members(orphan.pid):
+            if pid != orphan.pid and is_same(orphan.pid, orphan.start_ticks) and is_same(pid, start_ticks):
                 _send(pid)
         if is_same(orphan.pid, orphan.start_ticks):
             _send(orphan.pid)

@@ -63,10 +63,8 @@ def newest_complete(run_dir: Path) -> tuple[Path | None, list[Ignored]]:
     entries = sorted(parent.iterdir(), reverse=True) if parent.is_dir() else []
     ignored += [Ignored(entry, "a save that was cut off") for entry in entries if entry.name.endswith(PARTIAL)]
     for folder in (entry for entry in entries if entry.name.startswith("step-")):
-        try:
-            read_info(folder)
-        except (OSError, ValueError, KeyError) as error:
-            ignored.append(Ignored(folder, f"damaged: {error}"))
+        if fault := _fault_of(folder):
+            ignored.append(Ignored(folder, f"damaged: {fault}"))
             continue
         if str(folder.relative_to(run_dir)) not in recorded:
             ignored.append(Ignored(folder, NO_RECORD, whole=True))
@@ -123,7 +121,7 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     folders = [
         entry
         for entry in sorted((run_dir / "checkpoints").iterdir())
-        if str(entry.relative_to(run_dir)) in scores and _is_whole(entry)
+        if str(entry.relative_to(run_dir)) in scores and _fault_of(entry) is None
     ]
     scored = [(score, folder) for folder in folders if (score := scores[str(folder.relative_to(run_dir))]) is not None]
     kept = {*folders[-keep:], *(folder for _, folder in sorted(scored)[-1:])}
@@ -133,9 +131,10 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     return removed
 
 
-def _is_whole(folder: Path) -> bool:
+def _fault_of(folder: Path) -> Exception | None:
+    """What is wrong with a folder itself."""
     try:
         read_info(folder)
-    except (OSError, ValueError, KeyError):
-        return False
-    return True
+    except (OSError, ValueError, KeyError) as error:
+        return error
+    return None

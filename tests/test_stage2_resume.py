@@ -24,6 +24,7 @@ from shared.errors import CheckpointMismatch, ConfigRefused, Interrupted
 from shared.reporter import progress_path
 from stage2_train import train as train_module
 from stage2_train.checkpoint_folder import folder_of, newest_complete
+from stage2_train.config import TrainConfig
 
 
 @pytest.fixture(scope="module")
@@ -196,15 +197,20 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost_or_repeated(store:
     same_weights(folder_of(tmp_path / "straight", 60), folder_of(tmp_path / "run", 60))
 
 
-def test_a_broken_checkpoint_is_named_and_the_older_one_used(
-    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(store, tmp_path / "run", save_every=2)
+def stop_at_step_6(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run it until somebody asks it to stop: it saves that step."""
     asked = iter(range(1000))
     with monkeypatch.context() as patch:
         patch.setattr(train_module, "stop_requested", lambda: next(asked) >= 6)
         with pytest.raises(Interrupted):
             run_here(config)
+
+
+def test_a_broken_checkpoint_is_named_and_the_older_one_used(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(store, tmp_path / "run", save_every=2)
+    stop_at_step_6(config, monkeypatch)
     (folder_of(tmp_path / "run", 6) / "drafter.safetensors").write_bytes(b"cut")
     run_here(config)
     said = capsys.readouterr().err
@@ -220,11 +226,7 @@ def test_a_worker_never_begins_anew_what_its_command_goes_on_with(
 ) -> None:
     """The checkpoint went away between the command's look and the worker's: the folder was moved, its disk left."""
     config = config_of(store, tmp_path / "run", save_every=2)
-    asked = iter(range(1000))
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module, "stop_requested", lambda: next(asked) >= 6)
-        with pytest.raises(Interrupted):
-            run_here(config)
+    stop_at_step_6(config, monkeypatch)
     monkeypatch.setattr(train_module, "newest_complete", lambda _: (None, []))
     with pytest.raises(CheckpointMismatch, match="held a checkpoint of step 6 when this run was started"):
         run_here(config)
