@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -44,6 +45,23 @@ def unreported(
     phase: str, done: float, total: float | None, unit: str, inner: float | None = None, **numbers: Any
 ) -> None:
     """A Report where nobody looks."""
+
+
+class Ticks:
+    """Tells how often it was called, at most once a second: the progress of work that has no count of its own."""
+
+    every_s = 1.0
+
+    def __init__(self, tell: Callable[[float], None]) -> None:
+        """`tell` is Reporter.inner, or something that adds to it."""
+        self._tell, self._count, self._told = tell, 0, time.monotonic()
+
+    def __call__(self) -> None:
+        """Something has been done."""
+        self._count += 1
+        if (now := time.monotonic()) - self._told >= self.every_s:
+            self._told = now
+            self._tell(self._count)
 
 
 class _Shared:

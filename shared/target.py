@@ -6,7 +6,7 @@ shared/target_identity.py; which layers to tap is shared/geometry.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from shared import phases
 from shared.errors import TargetNotFound, TargetUnsupported
 from shared.reporter import Report, unreported
 from shared.target_identity import (
@@ -37,6 +38,7 @@ __all__ = [
     "resolve_device",
     "resolve_dtype",
     "target_identity",
+    "watch_layers",
 ]
 
 DtypeName = Literal["auto", "bfloat16", "float32", "float16"]
@@ -141,13 +143,15 @@ def load_target(
 ) -> Target:
     """Load a target by folder, GGUF or Hub id, check it and freeze it; `attn` "auto" is sdpa where the family has it.
 
-    `report` hears the bytes loaded. Raises TargetNotFound; TargetUnsupported for a model whose decoder layers, head or
-    scales are not where we read them, or whose weights are incomplete or not finite.
+    `report` hears the bytes loaded, then of a warm-up: the first forward, for which kernels of hybrid targets are tuned
+    (65 s on an H200 with nothing cached). Raises TargetNotFound; TargetUnsupported for a model whose decoder layers,
+    head or scales are not where we read them, or whose weights are incomplete or not finite.
     """
     files = find_target(target, weights=True)
     place = resolve_device(device)
     with told(files, report):
         model = _load_model(files, resolve_dtype(dtype, place), place, attn)
+    report(phases.WARM_UP, 0, 1, "passes")
     return wrap(model, load_tokenizer_of(files), files.name)
 
 
@@ -259,6 +263,16 @@ def _check_by_forward(target: Target, name: str) -> None:
             f"target {name}: its logits are not head(final norm) with multiplier {target.output_multiplier:g}"
             f" and softcap {target.final_logit_softcapping}"
         )
+
+
+def watch_layers(target: Target, tick: Callable[[], None]) -> None:
+    """Call `tick` whenever a decoder layer or the head has run.
+
+    One forward of 16,384 tokens takes a 135M target 50 s on two CPU cores, and a larger one longer than a step may be
+    silent: without this a worker of a target that is merely slow ended as a hang.
+    """
+    for module in (*target.layers, target.model.get_output_embeddings()):
+        module.register_forward_hook(lambda *_: tick())
 
 
 class Capture:

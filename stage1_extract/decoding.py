@@ -23,7 +23,7 @@ from stage1_extract.sampling import pick, uniforms
 from stage1_extract.slot_attention import bytes_per_position, grouped_attention, is_attention_only
 
 # Steps between two looks at which rows have ended: each look waits for the device, and a row ends at most this late.
-_LOOK_EVERY = 8
+LOOK_EVERY = 8
 # The visible part of the cache grows in steps of this, so that few different shapes occur.
 _BUCKET = 64
 _PREFILL_TOKENS = 32768
@@ -195,7 +195,11 @@ class SlotDecoder:
 def decode(
     target: Target, requests: Sequence[Request], settings: Decoding, stop: Callable[[], bool]
 ) -> Iterator[list[Answer]]:
-    """Answer all requests, longest prompts first; gives answers as they end. Returns early once `stop()` is true."""
+    """Answer all requests, longest prompts first; gives what ended every few tokens, which may be nothing.
+
+    `stop()` is asked after each prefill and each lot, so that no silence lasts longer than one of them; once it is true
+    the answers that ended are all there is.
+    """
     if not requests:
         return
     if not is_attention_only(target):
@@ -215,12 +219,13 @@ def decode(
             lot = _lot(waiting, free)
             decoder.admit(lot)
             free -= len(lot)
+            if stop():
+                return
         if free == rows and not waiting:
             return
-        for _ in range(_LOOK_EVERY):
+        for _ in range(LOOK_EVERY):
             decoder.step()
-        if answers := decoder.collect():
-            yield answers
+        yield decoder.collect()
         if stop():
             return
 

@@ -14,14 +14,14 @@ from transformers.cache_utils import DynamicCache
 
 from shared.slot_cache import cache_argument
 from shared.target import Target
-from stage1_extract.decoding import Answer, Decoding, Request, rows_that_fit
+from stage1_extract.decoding import LOOK_EVERY, Answer, Decoding, Request, rows_that_fit
 from stage1_extract.sampling import pick, uniforms
 
 
 def decode_padded(
     target: Target, requests: Sequence[Request], settings: Decoding, stop: Callable[[], bool]
 ) -> Iterator[list[Answer]]:
-    """Answer all requests in batches of similar prompt length; gives answers as they end."""
+    """Answer all requests in batches of similar prompt length; gives what ended every few tokens, as `decode`."""
     ordered = sorted(requests, key=lambda request: -len(request.prompt))
     while ordered:
         capacity = len(ordered[0].prompt) + max(request.max_new_tokens for request in ordered)
@@ -69,7 +69,7 @@ def _decode_batch(target: Target, batch: list[Request], settings: Decoding) -> I
             keep = torch.tensor(stay, device=device)
             cache.reorder_cache(keep)
             token, mask, positions, uniform = _rows(keep, token, mask, positions, uniform)
-        if ended:
+        if ended or number % LOOK_EVERY == LOOK_EVERY - 1:
             yield ended
         step_ids = token[:, None]
         mask = torch.cat([mask, mask.new_ones((len(living), 1))], -1)

@@ -23,8 +23,8 @@ from shared.chat import ChatRenderer, Messages
 from shared.config import from_dict
 from shared.conversations import Unusable
 from shared.errors import Interrupted
-from shared.reporter import Reporter
-from shared.target import Target, load_target
+from shared.reporter import Reporter, Ticks
+from shared.target import Target, load_target, watch_layers
 from shared.worker import stop_requested
 from stage1_extract.config import PrepareConfig
 from stage1_extract.decoding import Answer, Decoding, Request, decode
@@ -99,6 +99,8 @@ def main(run_dir: Path, rank: int, world_size: int) -> None:
         else config.device
     )
     target = load_target(config.target, dtype=config.dtype, device=device, report=reporter.update)
+    tick = Ticks(reporter.inner)
+    watch_layers(target, tick)
     decoding = Decoding(temperature=config.temperature, batch_size=config.batch_size, eos=eos_ids(target))
     logger.info(
         "target on %s as %s; %d conversations; answers end with %s",
@@ -125,8 +127,10 @@ def main(run_dir: Path, rank: int, world_size: int) -> None:
             if answers.get(threads[i].doc_id, turn, prompt) is None
         ]
         done, tokens, started = len(prompts) - len(requests), 0, time.monotonic()
-        reporter.update(phases.STEP, done, len(prompts), "answers", turn=turn + 1)
-        for lot in decode(target, requests, decoding, _looking(reporter)):
+        # Up to the first lot: a hybrid target's kernels for single tokens are tuned on it.
+        phase = phases.STEP if turn else phases.WARM_UP
+        reporter.update(phase, done, len(prompts), "answers", turn=turn + 1)
+        for lot in decode(target, requests, decoding, _looking(tick)):
             for answer in lot:
                 file.add(threads[answer.key].doc_id, turn, prompts[answer.key], answer)
                 done, tokens = done + 1, tokens + len(answer.ids)
@@ -142,14 +146,11 @@ def main(run_dir: Path, rank: int, world_size: int) -> None:
         _extend(threads, histories, turn, prompts, answers, renderer.tokenizer)
 
 
-def _looking(reporter: Reporter) -> Callable[[], bool]:
+def _looking(tick: Callable[[], None]) -> Callable[[], bool]:
     """stop_requested, which the decoding asks every few tokens: a long answer without an end is progress too."""
-    looks = 0
 
     def look() -> bool:
-        nonlocal looks
-        looks += 1
-        reporter.inner(looks)
+        tick()
         return stop_requested()
 
     return look

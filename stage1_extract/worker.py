@@ -19,10 +19,10 @@ import torch
 from shared import phases
 from shared.config import from_dict
 from shared.errors import Interrupted
-from shared.reporter import Reporter
+from shared.reporter import Reporter, Ticks
 from shared.rows import PreparedRows
 from shared.store import read_identity
-from shared.target import load_target, resolve_device
+from shared.target import load_target, resolve_device, watch_layers
 from shared.worker import stop_requested
 from stage1_extract.block_encoder import BlockEncoder
 from stage1_extract.block_writer import BlockWriter
@@ -106,6 +106,7 @@ def main(store: Path, rank: int, world_size: int) -> None:
     if exporting:
         headroom.patiently("the target", lambda: export_target(target, store))
 
+    watch_layers(target, Ticks(progress.ticked))
     teacher = Teacher(target, work.target_layer_ids, work.config.topk)
     encoder = BlockEncoder(work.target_layer_ids, work.config.precision, work.config.resolved_last_hidden)
     # Until the first batch is through: kernels of hybrid targets are tuned on it, for minutes and without a word.
@@ -144,6 +145,7 @@ class _Progress:
         self._reporter, self._total = reporter, sum(tokens.values())
         self._done = sum(tokens[block] for block in committed)
         self._before = self._blocks = len(committed)
+        self._written = self._ticks = 0.0
         self._phase = phases.LOAD
 
     def show(self, phase: str = "") -> None:
@@ -158,9 +160,14 @@ class _Progress:
 
     def told(self, committed: int, written: int) -> None:
         """What the writer's threads say: their bytes are progress too while the target waits for them."""
-        self._blocks = self._before + committed
-        self._reporter.inner(written)
+        self._blocks, self._written = self._before + committed, written
+        self._reporter.inner(self._written + self._ticks)
         self._reporter.saved(self._blocks)
+
+    def ticked(self, ticks: float) -> None:
+        """What the target says inside a forward."""
+        self._ticks = ticks
+        self._reporter.inner(self._written + self._ticks)
 
     def waiting(self, free: str, needed: str) -> None:
         """Report a disk without room."""

@@ -186,6 +186,8 @@ class Scorer:
         self.objective = objective
         self.static = torch.tensor(objective.static_weights(), dtype=wide, device=weight.device)
         self.compiled = False
+        self.tick: Callable[[], None] = lambda: None
+        """Called for every chunk: on a CPU the head of one micro-batch takes half a minute."""
         self._recipe: Recipe = (objective, shaping, weight.dtype)
         self._score: Callable[..., Any] = score
 
@@ -196,5 +198,6 @@ class Scorer:
 
     def __call__(self, raw: Tensor, targets: Targets, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`score`."""
+        self.tick()
         found: tuple[Tensor, Tensor, Tensor, Tensor] = self._score(raw, targets, self.static, scale, self._recipe)
         return found

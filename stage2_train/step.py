@@ -46,6 +46,8 @@ class Stepper:
     ) -> None:
         self.drafter, self.optimizer, self.gradient = drafter, optimizer, gradient
         self.engine, self.ranks, self.config = engine, ranks, config
+        self.tick: Callable[[], None] = lambda: None
+        """Called for every micro-batch: a step of hundreds is longer than a step may be silent."""
 
     def rehearse(self, batch: Batch) -> None:
         """Forward and backward on a batch without an update, to compile; every parameter must have got its gradient."""
@@ -75,6 +77,7 @@ class Stepper:
         self.gradient.zero()
         sums: torch.Tensor | None = None
         for number, batch in enumerate(rows.placed(), start=1):
+            self.tick()
             with self.gradient.summing(last=number == len(rows.parts)):
                 part = self._forward_backward(batch, torch.where(divisor > 0, divisor, 1.0))
             sums = part if sums is None else sums + part

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from manifests.runs import recorded
 from shared import phases
@@ -19,7 +22,7 @@ from shared.atomic import remove_partials
 from shared.config import from_dict
 from shared.errors import CheckpointMismatch, ConfigRefused, Interrupted, NothingLeft
 from shared.progress import say
-from shared.reporter import Reporter
+from shared.reporter import Reporter, Ticks
 from shared.stop_file import forget_stop, read_stop
 from shared.worker import Worker, stop_requested
 from stage2_train import checkpoint, launch_train
@@ -136,8 +139,26 @@ def train(parts: Parts, reporter: Reporter | None = None) -> None:
         reporter.saved(state["global_step"])
     _, _, loaded, unit = reporter.where
     reporter.update(phases.LOAD, loaded or 0, loaded, unit)
+    _watch(parts, Ticks(reporter.inner))
     with compiled_regions(parts, report=reporter.update) as contract:
         _loop(parts, state, reporter, contract)
+
+
+def _watch(parts: Parts, tick: Callable[[], None]) -> None:
+    """Call `tick` all along a step and an estimate. A step of SmolLM2's drafter takes minutes on a CPU, and is no hang.
+
+    Layers that are compiled have no hooks: they would be part of the graph, and are fast.
+    """
+
+    def ran(_layer: Any, _given: Any, output: torch.Tensor) -> None:
+        tick()
+        if output.requires_grad:
+            output.register_hook(lambda _gradient: tick())
+
+    parts.stepper.tick = parts.engine.scorer.tick = tick
+    if parts.engine.attention == "sdpa":
+        for layer in parts.drafter.layers:
+            layer.register_forward_hook(ran)
 
 
 def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Contract) -> None:

@@ -14,13 +14,23 @@ from test_shared_beat import MOST_S, seconds_each
 from shared.beat import BeatState, read_beat
 from shared.errors import PathNotWritable
 from shared.progress import combine, line
-from shared.reporter import Reporter, progress_path
+from shared.reporter import Reporter, Ticks, progress_path
 
 
 def beat_of(run_dir: Path, rank: int = 0) -> BeatState:
     found = read_beat(progress_path(run_dir, "toy", rank))
     assert found is not None
     return found
+
+
+def test_ticks_are_told_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.4, 0.9, 1.0, 1.5, 2.1, 2.2])
+    monkeypatch.setattr("shared.reporter.time.monotonic", lambda: next(clock))
+    told: list[float] = []
+    tick = Ticks(told.append)
+    for _ in range(6):
+        tick()
+    assert told == [3, 5]
 
 
 def test_only_what_moves_counts_as_progress(tmp_path: Path) -> None:

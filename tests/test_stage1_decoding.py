@@ -11,7 +11,7 @@ import torch
 from tiny_target import save_target
 
 from shared.target import Target, load_target
-from stage1_extract.decoding import Decoding, Request, decode
+from stage1_extract.decoding import LOOK_EVERY, Decoding, Request, decode
 from stage1_extract.sampling import pick, uniforms
 from stage1_extract.slot_attention import is_attention_only
 
@@ -105,6 +105,17 @@ def test_stopping_gives_what_is_finished_and_no_half_answers(folders: dict[str, 
     for lot in decode(target, requests(30), Decoding(0.0, 2, EOS), lambda: True):
         seen += [answer.key for answer in lot]
     assert len(seen) < 30
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "gemma3"])
+def test_it_is_asked_to_stop_every_few_tokens_though_no_answer_ends(folders: dict[str, Path], kind: str) -> None:
+    """Every look is a sign of life: answers of thousands of tokens had none until the first of a batch ended."""
+    target = load_target(str(folders[kind]), device="cpu", dtype="float32")
+    looks: list[int] = []
+    asked = [Request(i, [5 + i, 9, 30], 5 * LOOK_EVERY, 0) for i in range(3)]
+    lots = list(decode(target, asked, Decoding(0.0, 3, ()), lambda: bool(looks.append(0))))
+    assert len(looks) >= 5
+    assert [len(answer.ids) for lot in lots for answer in lot] == [5 * LOOK_EVERY] * 3
 
 
 def test_nothing_asked_gives_nothing(folders: dict[str, Path]) -> None:

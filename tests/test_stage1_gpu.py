@@ -77,8 +77,11 @@ def test_answers_and_features_are_those_of_the_cpu(tmp_path: Path, kind: str, sh
         opened = open_store(store)
         found[device] = [opened.read_document(ref, ("hidden_states", "logsumexp")) for ref in opened.documents]
     for cpu, cuda in zip(found["cpu"], found["cuda"], strict=True):
-        np.testing.assert_allclose(cuda["logsumexp"], cpu["logsumexp"], rtol=1e-3, atol=1e-3)
-        bits = [
-            torch.from_numpy(each["hidden_states"].view(np.int16)).view(torch.bfloat16).float() for each in (cpu, cuda)
-        ]
-        torch.testing.assert_close(bits[1], bits[0], rtol=0.02, atol=0.02)
+        taken, wanted = (
+            torch.from_numpy(each["hidden_states"].view(np.int16)).view(torch.bfloat16).float() for each in (cuda, cpu)
+        )
+        # Of a token's whole state: a sum of large numbers that nearly cancel has no small relative error. 0.03: Triton
+        # multiplies float32 as TF32, and flash-linear-attention was off by 0.001 to 0.01 here, by 0.06 over 200 tokens.
+        off = (taken - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert off.max().item() < (0.03 if kind == "qwen3_5" else 0.01)
+        np.testing.assert_allclose(cuda["logsumexp"], cpu["logsumexp"], atol=0.03 if kind == "qwen3_5" else 1e-3)

@@ -15,6 +15,7 @@ from told import keep_beats, phases_of
 import stage1_extract.extract as extract_module
 from manifests.commit import read
 from shared.errors import DiskFull
+from shared.reporter import Ticks
 from shared.rows import PreparedRows
 from shared.store_layout import block_name
 from shared.target import load_target
@@ -63,7 +64,7 @@ def test_extraction_goes_through_its_phases(root: Path, tmp_path: Path, monkeypa
     extract(root, tmp_path / "x.zarr")
     assert phases_of([beat for beat in beats if beat.phase]) == ["load", "warm-up", "step", "drain", "done"]
     warm_up = [beat.done for beat in beats if beat.phase == "warm-up"]
-    assert set(warm_up) == {0}  # the first batch that the target has done ends it
+    assert set(warm_up) == {0}  # first the target's own first forward; the first batch that the target has done ends it
     lengths = PreparedRows.open(root / "rows").lengths
     done = [beat.done for beat in beats if beat.phase in ("warm-up", "step")]
     assert done == sorted(done)
@@ -96,13 +97,23 @@ def test_a_worker_that_starts_again_skips_what_is_committed(
     assert [record["block"] for record in read(store, "shards")[before:]] == [lost]
     lengths = PreparedRows.open(root / "rows").lengths
     tokens = {block: int(lengths[plan.documents_of(block)].sum()) for block in mine}
-    first = next(beat for beat in beats if beat.phase == "warm-up")
+    first = next(beat for beat in beats if (beat.phase, beat.unit) == ("warm-up", "tokens"))
     assert (first.saved, first.done, first.total) == (
         len(mine) - 1,
         sum(tokens.values()) - tokens[lost],
         sum(tokens.values()),
     )
     assert (beats[-1].saved, beats[-1].done) == (len(mine), beats[-1].total)
+
+
+def test_a_forward_that_takes_long_is_no_silence(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of a 135M target took 50 s on two cores, ten seconds before a step counts as a hang."""
+    monkeypatch.setattr(Ticks, "every_s", 0.0)
+    workers_in_process(monkeypatch, extract_module, worker)
+    beats = keep_beats(monkeypatch)
+    extract(root, tmp_path / "x.zarr", "--batch-tokens", 10_000)
+    warm_up = [beat.inner for beat in beats if (beat.phase, beat.unit) == ("warm-up", "tokens")]
+    assert len(set(warm_up)) >= 1 + 4 + 1  # of a batch: its beginning, four layers, the head
 
 
 def test_a_worker_whose_share_is_done_says_so_and_leaves(
@@ -141,8 +152,8 @@ def test_the_bytes_of_a_target_are_counted_as_they_are_loaded(root: Path) -> Non
     load_target(str(root / "target"), device="cpu", report=report)
     size = sum(tensor.nbytes for tensor in load_file(root / "target" / "model.safetensors").values())
     assert told[0] == ("load", 0, size, "bytes")
-    assert told[-1] == ("load", size, size, "bytes")
-    done = [done for _, done, _, _ in told]
+    assert told[-2:] == [("load", size, size, "bytes"), ("warm-up", 0, 1, "passes")]  # kernels are tuned now
+    done = [done for phase, done, _, _ in told if phase == "load"]
     assert done == sorted(done)
     assert len(set(done)) > 10  # tensor by tensor
     assert done[-2] == size  # the names in the file are those of the model

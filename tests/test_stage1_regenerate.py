@@ -182,11 +182,11 @@ def test_stopped_and_run_again_gives_the_same_rows_and_repeats_no_answer(
     ok(prepare(data, target, tmp_path / "whole", *sampling))
     calls = {"looks": 0}
 
-    def stop_after_two_looks() -> bool:
+    def stop_after_five_looks() -> bool:
         calls["looks"] += 1
-        return calls["looks"] >= 2
+        return calls["looks"] >= 5
 
-    monkeypatch.setattr(regenerate_worker, "stop_requested", stop_after_two_looks)
+    monkeypatch.setattr(regenerate_worker, "stop_requested", stop_after_five_looks)
     result = prepare(data, target, tmp_path / "r", *sampling)
     assert isinstance(result.exception, Interrupted), result.output
     assert not (tmp_path / "r" / "prepare.json").exists()

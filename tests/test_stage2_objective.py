@@ -209,7 +209,11 @@ def test_one_graph_serves_all_chunks_the_ragged_one_and_the_estimate(
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("changes", [{}, {"weighting": "dpace"}, {"loss": "kl"}, {"loss": "mixed"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"weighting": "dpace"}, {"loss": "kl"}, {"loss": "mixed"}, {"loss": "kl", "rounded_logits": True}],
+    ids=str,
+)
 def test_on_a_gpu_the_compiled_chunk_in_bf16_is_near_float64(changes: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     objective, blocks, words = Objective(block_size=16, **changes), 301, 5000

@@ -13,6 +13,7 @@ from toy_run import config_of, run_here
 from toy_store import counting_texts, make_store
 
 from shared.errors import Interrupted
+from shared.reporter import Ticks
 from shared.tensors import write_state
 from stage2_train import launch_train
 from stage2_train import train as train_module
@@ -53,6 +54,7 @@ def test_what_is_saved_is_reported_after_its_record(
 def test_an_estimate_counts_its_documents_and_a_checkpoint_its_bytes(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Ticks, "every_s", float("inf"))
     beats = keep_beats(monkeypatch)
     parts = run_here(config_of(store, tmp_path / "run", batch_rows=1))
     first = [beat.inner for beat in beats if beat.phase == "eval" and beat.done == 0]
@@ -64,6 +66,20 @@ def test_an_estimate_counts_its_documents_and_a_checkpoint_its_bytes(
     sizes = read_info(folder_of(tmp_path / "run", 4))["files"]
     written = [beat.inner for beat in beats if beat.phase == "checkpoint" and beat.done == 4]
     assert sizes["drafter.safetensors"] in written
+
+
+def test_a_step_and_a_pass_that_take_long_are_no_silence(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolLM2's drafter takes minutes for either on two cores, and a step may be silent for one minute."""
+    monkeypatch.setattr(Ticks, "every_s", 0.0)
+    beats = keep_beats(monkeypatch)
+    parts = run_here(config_of(store, tmp_path / "run", batch_rows=2))
+    layers, micro_batches = len(parts.drafter.layers), 2 // parts.share.rows_per_pass
+    step = {beat.inner for beat in beats if (beat.phase, beat.done) == ("step", 3)}
+    assert len(step) >= micro_batches * (1 + 2 * layers + 1)  # itself, each layer there and back, a chunk of the head
+    eval_ = {beat.inner for beat in beats if (beat.phase, beat.done) == ("eval", 0)}
+    assert len(eval_) >= layers + 1
 
 
 def test_a_resumed_run_counts_the_bytes_it_loads(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
