@@ -27,6 +27,8 @@ from stage2_train.training_parts import Parts
 logger = logging.getLogger(__name__)
 
 _GROUPS = 5
+_PACE = "s/step at least"
+_SLOW_S = 10.0
 
 
 class Metrics:
@@ -54,6 +56,20 @@ class Metrics:
     def _restart(self, state: Mapping[str, Any]) -> None:
         self._started, self._outside, self._flops = time.perf_counter(), 0.0, 0.0
         self._first_step, self._first_token = state["global_step"], state["tokens"]
+
+    def pace(self) -> dict[str, float]:
+        """What to show until there are numbers, where a step takes long: the seconds of its products at the ceiling.
+
+        SmolLM2's drafter at the default sizes takes two CPU cores minutes a step; with nothing shown that is a hang.
+        """
+        if not self._ceiling:
+            return {}
+        share, engine = self._parts.share, self._parts.engine
+        batch = self._parts.builder.build(((),) * share.rows_per_pass, 0)
+        passes = share.batch_rows // share.world_size // share.rows_per_pass
+        slots = len(engine.objective.distances)
+        seconds = passes * step_flops(self._parts.drafter.config, batch, slots) / (self._ceiling * 1e12)
+        return {_PACE: seconds} if seconds >= _SLOW_S else {}
 
     @contextmanager
     def outside(self) -> Iterator[None]:

@@ -164,10 +164,11 @@ def _watch(parts: Parts, tick: Callable[[], None]) -> None:
 def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Contract) -> None:
     config, ranks, total = parts.config, parts.ranks, int(parts.run["total_steps"])
     metrics = Metrics(parts, state)
+    pace = metrics.pace()
     batches = stream(parts.builder, parts.share, state["epoch"], state["batch"])
     reading = Prefetcher(batches, config.prefetch, lambda: reporter.inner(parts.builder.documents_read))
     feed = make_feed(reading, ranks.device)
-    shown: dict[str, float] = {}
+    shown = dict(pace)
     saved_at = state["global_step"] if state["global_step"] else None
     stop = ranks.any(stop_requested())
     metrics.start(state, feed)
@@ -205,7 +206,7 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
                 or state["global_step"] % config.log_every == 0
                 or state["global_step"] == total
             ):
-                shown |= metrics.log(state, feed)
+                shown = {name: value for name, value in shown.items() if name not in pace} | metrics.log(state, feed)
                 contract.check(f"the end of step {step}")
         reporter.update(phases.DRAIN, total, total, "steps", **shown)
     finally:

@@ -18,7 +18,8 @@ from shared.tensors import write_state
 from stage2_train import launch_train
 from stage2_train import train as train_module
 from stage2_train.checkpoint_folder import folder_of, newest_complete, read_info
-from stage2_train.data import Prefetcher
+from stage2_train.data import Prefetcher, stream
+from stage2_train.flops import step_flops
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,29 @@ def test_a_step_and_a_pass_that_take_long_are_no_silence(
     assert len(step) >= micro_batches * (1 + 2 * layers + 1)  # itself, each layer there and back, a chunk of the head
     eval_ = {beat.inner for beat in beats if (beat.phase, beat.done) == ("eval", 0)}
     assert len(eval_) >= layers + 1
+
+
+def test_a_slow_run_says_from_the_start_what_a_step_takes(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = keep_beats(monkeypatch)
+    parts = run_here(config_of(store, tmp_path / "fast", log_every=3))
+    assert all("s/step at least" not in beat.numbers for beat in beats)
+    beats.clear()
+    monkeypatch.setattr("stage2_train.metrics.ceiling", lambda *_: 1e-6)
+    run_here(config_of(store, tmp_path / "slow", log_every=3))
+    batches = stream(parts.builder, parts.share, 0, 0)
+    work = sum(
+        step_flops(parts.drafter.config, batch, len(parts.engine.objective.distances)) for batch in next(batches).parts
+    )
+    before = [beat.numbers for beat in beats if beat.phase in ("eval", "step") and beat.done == 0]
+    said = [numbers["s/step at least"] for numbers in before if numbers]
+    assert said
+    # What a mask lets through is not known beforehand: 16 % of so small a step.
+    assert said == [pytest.approx(work / 1e6, rel=0.2)] * len(said)
+    after = [beat.numbers for beat in beats if beat.phase == "step" and beat.done > 3]
+    assert after
+    assert all("s/step at least" not in numbers and "loss" in numbers for numbers in after)
 
 
 def test_a_resumed_run_counts_the_bytes_it_loads(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
