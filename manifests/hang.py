@@ -103,9 +103,9 @@ def name_of(look: Look) -> str | None:
 def hung(looks: Mapping[int, Look], hurry: float = 1.0) -> Hang | None:
     """The rank to name as hung among the living ranks that work together (one, if it works alone); None: no hang.
 
-    A rank that only waits is not named while another does what may still take its time (a checkpoint, an estimate), or
-    is what the others wait for: stopped, or without a sign of life. `hurry` shortens the moment in which ranks that
-    depend on each other fall silent one after the other.
+    A rank that only waits is not named while another does what may still take its time (a checkpoint, an estimate, its
+    larger share of a step), or is what the others wait for: stopped, or without a sign of life. `hurry` shortens the
+    moment in which ranks that depend on each other fall silent one after the other.
     """
     margin = _MARGIN_S * hurry if len(looks) > 1 else 0.0
     if not any(look.silent_s > look.limit_s + margin for look in looks.values()):
@@ -123,14 +123,18 @@ def hung(looks: Mapping[int, Look], hurry: float = 1.0) -> Hang | None:
     )
     # A rank that spins may wait as well: a synchronisation with its GPU takes a whole core.
     waits = names[rank] in (WAIT, BUSY) or (names[rank] == STARTUP and meets[rank])
-    if waits and any(_still_allowed(look, looks[rank]) for look in looks.values()):
+    if waits and any(_still_allowed(look, looks[rank], margin) for look in looks.values()):
         return None
     return Hang(rank, names[rank], names)
 
 
-def _still_allowed(other: Look, waiting: Look) -> bool:
-    """Whether `other` is at something else, which is not too long yet."""
-    return other.phase != waiting.phase and not other.over
+def _still_allowed(other: Look, waiting: Look, margin: float) -> bool:
+    """Whether `other` is at something else, which is not too long yet, or has moved since `waiting` fell silent.
+
+    Ranks have unequal work in one step: with 620 labels in a row and 20 in another's, that one waits for minutes on a
+    CPU.
+    """
+    return not other.over and (other.phase != waiting.phase or other.silent_s < waiting.silent_s - margin)
 
 
 def grace_after_continue_s(limit_s: float, scale: float) -> float:

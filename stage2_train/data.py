@@ -72,6 +72,8 @@ class BatchBuilder:
         self.seed = seed
         self.pinned = pinned
         self.documents_read = 0
+        self.tick: Callable[[], None] = lambda: None
+        """Called for every document that has been read."""
         """By training and estimates together: what moves while the loop waits for a slow store."""
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="reader")
         self._taps = len(store.identity["target_layer_ids"])
@@ -121,6 +123,7 @@ class BatchBuilder:
     def _finished(self, document: Future[dict[str, Array]]) -> dict[str, Array]:
         arrays = document.result()
         self.documents_read += 1
+        self.tick()
         return arrays
 
     def _with_blocks(

@@ -68,7 +68,8 @@ class Metrics:
         batch = self._parts.builder.build(((),) * share.rows_per_pass, 0)
         passes = share.batch_rows // share.world_size // share.rows_per_pass
         slots = len(engine.objective.distances)
-        seconds = passes * step_flops(self._parts.drafter.config, batch, slots) / (self._ceiling * 1e12)
+        work = passes * step_flops(self._parts.drafter.config, batch, slots) + self._parts.optimizer.flops()
+        seconds = work / (self._ceiling * 1e12)
         return {_PACE: seconds} if seconds >= _SLOW_S else {}
 
     @contextmanager

@@ -69,6 +69,10 @@ class _Matrix:
         """Of its iterations: products of the short side squared with the long side."""
         return float(min(self.shape)) ** 2 * max(self.shape)
 
+    def flops(self) -> float:
+        """Of its iterations: three products each, one of them square."""
+        return ITERATIONS * (4 * self.cost() + 2 * float(min(self.shape)) ** 3)
+
 
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum, every matrix's iteration done by one rank.
@@ -83,6 +87,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__([matrix.parameter for matrix in matrices], {"lr": 0.0, "weight_decay": weight_decay})
         self.ranks, self.sharded = ranks, sharded
         self.turns = _turns(matrices, ranks.world_size)
+        self.flops = sum(matrix.flops() for matrix in matrices) / ranks.world_size
+        """Of a step, on each rank."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -168,6 +174,10 @@ class Optimizer:
             for group in part.param_groups:
                 group["lr"] = rate
             part.step()
+
+    def flops(self) -> float:
+        """Of a step's matrix products on each rank."""
+        return sum(part.flops for part in self.parts.values() if isinstance(part, Muon))
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's state of the one optimizer, or {name: state}; with shards a collective that fills rank 0 alone."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifests.runs import recorded
 from shared import phases
@@ -139,32 +139,39 @@ def train(parts: Parts, reporter: Reporter | None = None) -> None:
         reporter.saved(state["global_step"])
     _, _, loaded, unit = reporter.where
     reporter.update(phases.LOAD, loaded or 0, loaded, unit)
-    _watch(parts, Ticks(reporter.inner))
     with compiled_regions(parts, report=reporter.update) as contract:
         _loop(parts, state, reporter, contract)
 
 
-def _watch(parts: Parts, tick: Callable[[], None]) -> None:
-    """Call `tick` all along a step and an estimate. A step of SmolLM2's drafter takes minutes on a CPU, and is no hang.
+def _watch(parts: Parts, tick: Callable[[], None], slow: bool) -> AbstractContextManager[object]:
+    """Have `tick` called all along a step and an estimate; where steps are slow, within what this returns.
 
-    Layers that are compiled have no hooks: they would be part of the graph, and are fast.
+    SmolLM2's drafter takes two CPU cores minutes for a step, a layer of one for a 0.6B target 20 s, Muon's iterations
+    half a minute: work, and no hang. On a GPU no operation is that long, and a mode would stand in the compiler's way.
     """
-
-    def ran(_layer: Any, _given: Any, output: torch.Tensor) -> None:
-        tick()
-        if output.requires_grad:
-            output.register_hook(lambda _gradient: tick())
-
     parts.stepper.tick = parts.engine.scorer.tick = tick
-    if parts.engine.attention == "sdpa":
-        for layer in parts.drafter.layers:
-            layer.register_forward_hook(ran)
+    if parts.heldout is not None:
+        parts.heldout.tick = tick
+    return _EveryOperation(tick) if slow and parts.ranks.device.type == "cpu" else nullcontext()
+
+
+class _EveryOperation(TorchDispatchMode):
+    """Calls `tick` before every operation, those of backward too; some microseconds each."""
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        super().__init__()
+        self._tick = tick
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._tick()
+        return func(*args, **(kwargs or {}))
 
 
 def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Contract) -> None:
     config, ranks, total = parts.config, parts.ranks, int(parts.run["total_steps"])
     metrics = Metrics(parts, state)
     pace = metrics.pace()
+    working = _watch(parts, Ticks(reporter.inner), ranks.any(bool(pace)))
     batches = stream(parts.builder, parts.share, state["epoch"], state["batch"])
     reading = Prefetcher(batches, config.prefetch, lambda: reporter.inner(parts.builder.documents_read))
     feed = make_feed(reading, ranks.device)
@@ -179,7 +186,7 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
             _require_labels(parts, state, last)
             if (step % config.eval_every == 0 or last) and state["evaluated_at"] != step and (last or not stop):
                 reporter.update(phases.EVAL, step, total, "steps", **shown)
-                with metrics.outside():
+                with metrics.outside(), working:
                     found = _evaluate(parts, state, metrics, contract, reporter)
                 shown |= found
                 if found and saved_at == step:  # a stop saves without an estimate: the checkpoint gets its score now
@@ -198,7 +205,8 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
                     f"{'checkpoint saved' if step else 'nothing to save yet'}; the same command continues"
                 )
             reporter.update(phases.STEP, step, total, "steps", **shown)
-            stop = _step(parts, state, feed, metrics, contract)
+            with working:
+                stop = _step(parts, state, feed, metrics, contract)
             if saved_at is not None:  # rank 0 has recorded it: it took part in a step since
                 reporter.saved(saved_at)
             if (

@@ -70,6 +70,12 @@ TOGETHER = {
     "nobody while another may still save and this one spins, for a GPU or for nothing": (
         {0: look(phase="checkpoint", silent_s=20.0, limit_s=180.0), 1: look(cpu_share=1.0)}, None,
     ),
+    "nobody while another still moves in the same step": (
+        {0: look(silent_s=1.0, cpu_share=1.0), 1: look(silent_s=75.0)}, None,
+    ),
+    "whoever stopped moving long after the others did": (
+        {0: look(silent_s=61.0, cpu_share=1.0), 1: look(silent_s=300.0)}, 0,
+    ),
     "whoever did not come to the rendezvous": (
         {0: look(phase="rendezvous", silent_s=90.0), 1: look(phase="import", silent_s=80.0)}, 1,
     ),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rank_processes import together
 from test_stage2_gradient import CONFIG, toy_loss
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from toy_run import ALONE
 
 from stage2_train.distributed import Ranks
@@ -92,6 +93,15 @@ def test_ranks_update_and_save_what_one_process_does(tmp_path: Path, name: str, 
     again = together(tmp_path / "two", world_size, trained, name, parallel, tmp_path / "alone.pt")[0]
     close(again[0], weights, TOLERANCE[name])
     close(again[1], state, TOLERANCE[name])
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_arithmetic_of_a_step_is_counted(name: str) -> None:
+    _drafter, _gradient, optimizer = made(name, ALONE, "ddp")
+    with FlopCounterMode(display=False) as counted:
+        optimizer.step(1e-3)
+    assert optimizer.flops() == counted.get_total_flops()
+    assert (optimizer.flops() > 0) == (name == "muon")
 
 
 def test_one_ranks_muon_is_torchs_to_the_bit_in_torchs_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
