@@ -109,6 +109,11 @@ def read_info(folder: Path) -> dict[str, Any]:
     Raises StoreMissing (no such folder), StoreIncomplete (not finished), StoreDamaged, StoreMismatch.
     """
     path = folder / "prepare.json"
+    if folder.is_file():
+        raise StoreMissing(
+            f"{folder} is a file and no folder of prepared rows; make one with "
+            f"`dflash prepare {folder} --target T --out ROWS`"
+        )
     if not folder.is_dir():
         raise StoreMissing(
             f"no prepared rows at {folder}; make them with `dflash prepare DATA --target T --out {folder}`"

@@ -19,6 +19,8 @@ from stage2_train.layer_types import expand_layer_types
 from stage2_train.learning_rate import HIGHEST_LEARNING_RATE, Rate
 from stage2_train.objectives import Objective
 
+# SmolLM2's drafter holds 2 GB for a row of 3,072 tokens and 512 blocks: eight at once took all of a 24 GB host.
+CPU_PASS = 16384
 PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
 # What may change between two starts of one run: it moves no number of the result beyond rounding.
@@ -84,7 +86,11 @@ class TrainConfig:
     prefetch: int = knob(2, help="Steps per process that are read ahead and wait in main memory.")
 
     batch_rows: int = knob(8, help="Rows per optimizer step, over all processes.")
-    micro_rows: int | None = knob(None, help="Rows per forward pass and process; default: all of the process's rows.")
+    micro_rows: int | None = knob(
+        None,
+        help="Rows per forward pass and process; default: all of the process's rows, on a CPU as many of them as have "
+        f"{CPU_PASS:,} tokens and slots.",
+    )
     max_length: int = knob(3072, help="Tokens per row; several documents share a row, longer ones are cut.")
     anchors: int = knob(512, help="Anchor slots per row, shared by its documents.")
     block_size: int = knob(16, help="Tokens per block, anchor included.")
@@ -216,10 +222,15 @@ class TrainConfig:
         if self.parallel == "fsdp" and world_size == 1:
             raise ConfigRefused("--parallel fsdp with 1 process: there is nobody to share with; use ddp")
 
-    def rows_per_pass(self, world_size: int) -> int:
+    def rows_per_pass(self, world_size: int, device_type: str) -> int:
         """Rows of one forward pass in one of `world_size` processes."""
         rows = self.batch_rows // world_size
-        return rows if self.micro_rows is None else min(self.micro_rows, rows)
+        if self.micro_rows is not None:
+            return min(self.micro_rows, rows)
+        if device_type != "cpu":
+            return rows
+        most = CPU_PASS // (self.max_length + self.anchors * self.block_size)
+        return max([1, *(part for part in range(1, rows + 1) if rows % part == 0 and part <= most)])
 
     def rate(self, total: int) -> Rate:
         """The learning-rate schedule of a run of `total` steps."""

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from shared.errors import NonFinite
+from shared.worker import stop_requested
 from stage2_train.acceptance import Cycle
 from stage2_train.batch import Batch
 from stage2_train.blame import blame_estimate
@@ -34,6 +35,10 @@ from stage2_train.packing import Row, batches_in, pack, rank_rows
 Array = np.ndarray[Any, Any]
 
 
+class StopAsked(Exception):
+    """Ends an estimate that nobody waits for any more."""
+
+
 def estimate(
     drafter: Drafter,
     builder: BatchBuilder,
@@ -43,14 +48,21 @@ def estimate(
     told: Callable[[int], None] = lambda documents: None,
     *,
     step: int = 0,
+    to_the_end: bool = True,
 ) -> dict[str, float]:
     """Acceptance numbers over the builder's documents, the same in every process; {} when nothing is supervised.
 
     `told` hears after every pass how many documents all processes have done together. Raises NonFinite in every
-    process, naming `step` and the cause: a document, or the weights.
+    process, naming `step` and the cause: a document, or the weights; StopAsked, unless `to_the_end`, in a process that
+    is alone and asked to stop.
     Shapes are those of training. Gradients stay enabled though nothing is differentiated: a compiled layer has one
     graph for grad mode, and no_grad would make a second.
     """
+
+    def look() -> None:
+        if not to_the_end and ranks.world_size == 1 and stop_requested():
+            raise StopAsked
+
     counts = torch.zeros(count_size(engine.objective.drafts), dtype=torch.float64, device=engine.device)
     done: list[tuple[Sequence[Row], torch.Tensor]] = []
     cycles: list[Cycle] = []
@@ -65,7 +77,7 @@ def estimate(
                 if not any(any(part) for part in parts):
                     continue
                 mine = parts[share.rank]
-                done.append((mine, _follow(drafter, builder, mine, passes(builder, parts), engine, cycles)))
+                done.append((mine, _follow(drafter, builder, mine, passes(builder, parts), engine, cycles, look)))
                 counts += done[-1][1]
                 documents += sum(len(row) for part in parts for row in part)
                 told(documents)
@@ -102,12 +114,19 @@ def passes(builder: BatchBuilder, parts: Sequence[Sequence[Row]]) -> int:
 
 
 def _follow(
-    drafter: Drafter, builder: BatchBuilder, rows: Sequence[Row], batches: int, engine: Engine, cycles: list[Cycle]
+    drafter: Drafter,
+    builder: BatchBuilder,
+    rows: Sequence[Row],
+    batches: int,
+    engine: Engine,
+    cycles: list[Cycle],
+    look: Callable[[], None],
 ) -> torch.Tensor:
     """loss.count's vector of all positions of these rows; their documents' cycles are added to `cycles`."""
     counts = torch.zeros(count_size(engine.objective.drafts), dtype=torch.float64, device=engine.device)
     seen: list[tuple[Array, Array, Array, Array]] = []
     for batch in builder.follow(rows, batches):
+        look()
         placed = move(batch, drafter.config.mask_token_id, engine)
         found, right = counts_only(block_states(drafter, placed, engine), placed, engine)
         counts += found

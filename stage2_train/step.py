@@ -68,8 +68,9 @@ class Stepper:
     def step(self, state: dict[str, Any], rows: StepRows, total: int, stop: Callable[[], bool] = lambda: False) -> bool:
         """One update from one global batch; moves `state` to the next step and adds to its window.
 
-        Returns whether `stop` says on any rank, asked late in the step, that this should be the last one. A batch
-        without a label on any rank updates nothing and is counted. Raises NonFinite before the update.
+        Returns whether `stop` says on any rank, asked late in the step, that this should be the last one. A process
+        that is alone asks between micro-batches too, and gives the step up with `state` as it was. A batch without a
+        label on any rank updates nothing and is counted. Raises NonFinite before the update.
         """
         device, step = self.engine.device, state["global_step"]
         rate = learning_rate(step, self.config.rate(total))
@@ -78,6 +79,8 @@ class Stepper:
         sums: torch.Tensor | None = None
         for number, batch in enumerate(rows.placed(), start=1):
             self.tick()
+            if number > 1 and self.ranks.world_size == 1 and stop():
+                return True
             with self.gradient.summing(last=number == len(rows.parts)):
                 part = self._forward_backward(batch, torch.where(divisor > 0, divisor, 1.0))
             sums = part if sums is None else sums + part

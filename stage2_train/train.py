@@ -33,7 +33,7 @@ from stage2_train.config import TrainConfig
 from stage2_train.data import Prefetcher, stream
 from stage2_train.device_feed import Feed, make_feed
 from stage2_train.distributed import environment_ranks, pick_device, process_group, run_id
-from stage2_train.estimate import estimate
+from stage2_train.estimate import StopAsked, estimate
 from stage2_train.metrics import Metrics, headline
 from stage2_train.pinned_store import read_run
 from stage2_train.selection import nothing_to_learn
@@ -186,8 +186,11 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
             _require_labels(parts, state, last)
             if (step % config.eval_every == 0 or last) and state["evaluated_at"] != step and (last or not stop):
                 reporter.update(phases.EVAL, step, total, "steps", **shown)
-                with metrics.outside(), working:
-                    found = _evaluate(parts, state, metrics, contract, reporter)
+                try:
+                    with metrics.outside(), working:
+                        found = _evaluate(parts, state, metrics, contract, reporter)
+                except StopAsked:  # an estimate takes minutes on a CPU; the next start makes it anew
+                    found, stop = {}, True
                 shown |= found
                 if found and saved_at == step:  # a stop saves without an estimate: the checkpoint gets its score now
                     _record(parts, state, folder_of(parts.run_dir, step))
@@ -202,11 +205,13 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
             if stop:
                 raise Interrupted(
                     f"training stopped on request at step {step} of {total}, "
-                    f"{'checkpoint saved' if step else 'nothing to save yet'}; the same command continues"
+                    f"{'checkpoint saved; the same command continues' if step else 'nothing to save yet'}"
                 )
             reporter.update(phases.STEP, step, total, "steps", **shown)
             with working:
                 stop = _step(parts, state, feed, metrics, contract)
+            if state["global_step"] == step:  # given up for the stop
+                continue
             if saved_at is not None:  # rank 0 has recorded it: it took part in a step since
                 reporter.saved(saved_at)
             if (
@@ -238,22 +243,25 @@ def _step(parts: Parts, state: dict[str, Any], feed: Feed, metrics: Metrics, con
     """One step; returns whether any rank was asked to stop. The batch's memory is free again when this returns."""
     with contract.watch(f"step {state['global_step']}"):
         rows = next(feed)
-        stop: bool = parts.stepper.step(state, rows, int(parts.run["total_steps"]), stop_requested)
-    metrics.add(rows.parts)
+        step, total = state["global_step"], int(parts.run["total_steps"])
+        stop: bool = parts.stepper.step(state, rows, total, stop_requested)
+    if state["global_step"] > step:
+        metrics.add(rows.parts)
     return stop
 
 
 def _evaluate(
     parts: Parts, state: dict[str, Any], metrics: Metrics, contract: Contract, reporter: Reporter
 ) -> dict[str, float]:
-    state["evaluated_at"] = step = state["global_step"]
+    step = state["global_step"]
     if parts.heldout is None:
+        state["evaluated_at"] = step
         return {}
-    started = time.perf_counter()
+    started, last = time.perf_counter(), step >= int(parts.run["total_steps"])
+    team = (parts.share, parts.engine, parts.ranks)
     with contract.watch("the held-out estimate"):
-        found = estimate(
-            parts.drafter, parts.heldout, parts.share, parts.engine, parts.ranks, reporter.inner, step=step
-        )
+        found = estimate(parts.drafter, parts.heldout, *team, reporter.inner, step=step, to_the_end=last)
+    state["evaluated_at"] = step
     if not found:
         return {}
     state["acceptance_length_estimate"] = found["acceptance_length_estimate"]

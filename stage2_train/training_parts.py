@@ -93,7 +93,7 @@ def set_up(run_dir: Path, run: dict[str, Any], ranks: Ranks, identifier: str, re
     held, _ = select(store, "heldout")
     share = Share(
         batch_rows=config.batch_rows,
-        rows_per_pass=config.rows_per_pass(ranks.world_size),
+        rows_per_pass=config.rows_per_pass(ranks.world_size, ranks.device.type),
         rank=ranks.rank,
         world_size=ranks.world_size,
     )

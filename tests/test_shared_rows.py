@@ -81,6 +81,9 @@ def test_the_hash_covers_all_that_training_sees(tmp_path: Path, change: str) -> 
 
 
 def test_missing_unfinished_and_foreign_folders(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    with pytest.raises(StoreMissing, match=r"prompts\.jsonl is a file .*`dflash prepare .*prompts\.jsonl --target"):
+        PreparedRows.open(tmp_path / "prompts.jsonl")
     with pytest.raises(StoreMissing, match="dflash prepare"):
         PreparedRows.open(tmp_path / "none")
     write_rows(tmp_path / "r", [document([1, 2])], {})

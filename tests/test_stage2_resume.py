@@ -125,6 +125,39 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(
         assert curve(tmp_path / "cut", name, split) == curve(tmp_path / "straight", name, split)
 
 
+def test_a_long_step_is_given_up_for_a_stop(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of SmolLM2's drafter took 300 s on two cores: `dflash stop`, which waits 120 s, ended in a kill."""
+    changes: dict[str, Any] = {"batch_rows": 4, "micro_rows": 1, "log_every": 3}
+    run_here(config_of(store, tmp_path / "straight", **changes))
+    cut = config_of(store, tmp_path / "cut", **changes)
+    asked = iter(range(1000))
+    before_step_7 = 1 + 6 * 4  # at the start, and in each step before three micro-batches and once late
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "stop_requested", lambda: next(asked) > before_step_7)
+        with pytest.raises(Interrupted, match="at step 6 of 10, checkpoint saved"):
+            run_here(cut)
+    assert next(asked) == before_step_7 + 2  # between its second and third micro-batch
+    run_here(cut)
+    same_weights(folder_of(tmp_path / "straight", 10), folder_of(tmp_path / "cut", 10))
+    for name, split in (("loss", "train"), ("anchor_coverage", "train"), ("nll", "heldout")):
+        assert curve(tmp_path / "cut", name, split) == curve(tmp_path / "straight", name, split)
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_an_estimate_is_given_up_for_a_stop_and_made_by_the_next_start(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    config = config_of(store, tmp_path / "run", eval_every=4, save_every=100)
+    with monkeypatch.context() as patch:
+        patch.setattr("stage2_train.estimate.stop_requested", lambda: step == 0 or bool(curve(tmp_path / "run")))
+        with pytest.raises(Interrupted, match=f"at step {step} of 10"):
+            run_here(config)
+    assert sorted(curve(tmp_path / "run", "nll", "heldout")) == [at for at in (0, 4) if at < step]
+    assert (newest_complete(tmp_path / "run")[0] is not None) == (step > 0)
+    run_here(config)
+    assert sorted(curve(tmp_path / "run", "nll", "heldout")) == [0, 4, 8, 10]
+
+
 @pytest.mark.parametrize("stop_at", [None, 2], ids=str)
 def test_the_best_checkpoint_is_kept_when_a_stop_falls_on_its_estimate(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int | None

@@ -331,3 +331,23 @@ def test_a_damaged_store_is_one_line(tmp_path: Path, name: str, content: bytes, 
     with pytest.raises(DflashError, match=name if code == 32 else "format") as caught:
         run_here(config_of(store, tmp_path / "run"))
     assert caught.value.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "rows"),
+    [
+        ({}, "cuda", 8),
+        ({}, "cpu", 1),  # a row of 3,072 tokens and 512 x 16 slots; eight took 21 GB
+        ({"max_length": 1024, "anchors": 64}, "cpu", 8),
+        ({"max_length": 1024, "anchors": 256}, "cpu", 2),
+        ({"micro_rows": 4}, "cpu", 4),
+        ({"micro_rows": 2}, "cuda", 2),
+        ({"max_length": 100_000}, "cpu", 1),
+        ({"batch_rows": 7, "max_length": 2000, "anchors": 50}, "cpu", 1),
+    ],
+    ids=str,
+)
+def test_a_pass_on_a_cpu_has_as_many_rows_as_its_memory_holds(
+    tmp_path: Path, changes: dict[str, Any], device: str, rows: int
+) -> None:
+    assert TrainConfig(store=tmp_path / "x.zarr", **changes).rows_per_pass(1, device) == rows
