@@ -8,7 +8,7 @@ V vocabulary, nh query heads, nkv key/value heads, d head_dim.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -33,6 +33,20 @@ class Laid(Protocol):
     @property
     def context_positions(self) -> Ints:
         """[R,S]."""
+
+
+class Shape(NamedTuple):
+    """A layout as Laid."""
+
+    start: Ints
+    end: Ints
+    context_positions: Ints
+
+
+def unused(rows: int, tokens: int, anchors: int) -> Shape:
+    """A batch of these shapes in which no slot is used: what is computed whatever is in it."""
+    slots = np.zeros((rows, anchors), np.int64)
+    return Shape(slots, slots, np.zeros((rows, tokens), np.int64))
 
 
 def visible_pairs(start: Ints, end: Ints, block_size: int, kind: LayerKind) -> int:

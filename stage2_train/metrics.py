@@ -19,7 +19,7 @@ import torch
 from manifests.records import MetricRecord
 from stage2_train.batch import Batch
 from stage2_train.device_feed import Feed
-from stage2_train.flops import step_flops
+from stage2_train.flops import step_flops, unused
 from stage2_train.step import Window
 from stage2_train.tensorboard import EventFile
 from stage2_train.training_parts import Parts
@@ -64,11 +64,10 @@ class Metrics:
         """
         if not self._ceiling:
             return {}
-        share, engine = self._parts.share, self._parts.engine
-        batch = self._parts.builder.build(((),) * share.rows_per_pass, 0)
-        passes = share.batch_rows // share.world_size // share.rows_per_pass
-        slots = len(engine.objective.distances)
-        work = passes * step_flops(self._parts.drafter.config, batch, slots) + self._parts.optimizer.flops()
+        parts, config = self._parts, self._parts.config
+        rows = unused(parts.share.batch_rows // parts.share.world_size, config.max_length, config.anchors)
+        slots = len(parts.engine.objective.distances)
+        work = step_flops(parts.drafter.config, rows, slots) + parts.optimizer.flops()
         seconds = work / (self._ceiling * 1e12)
         return {_PACE: seconds} if seconds >= _SLOW_S else {}
 
