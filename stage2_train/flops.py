@@ -110,3 +110,9 @@ def flops_by_part(config: DrafterConfig, batch: Laid, head_slots: int) -> dict[s
 def step_flops(config: DrafterConfig, batch: Laid, head_slots: int) -> float:
     """`flops_by_part` in one number."""
     return sum(flops_by_part(config, batch, head_slots).values())
+
+
+def backward_flops(config: DrafterConfig, batch: Laid) -> float:
+    """What of it is left when the loss is known: head and loss give their gradient within the forward pass."""
+    found = forward_flops(config, batch, head_slots=0)
+    return found["fc"] + 2.0 * found["layers"] + (ATTENTION_WITH_BACKWARD - 1.0) * found["attention"]

@@ -81,6 +81,8 @@ class FlatGradient:
     """
 
     sharded = False
+    beside: dist.ProcessGroup | None = None
+    """What sends while backward computes, when that is not the default group (sending.py)."""
 
     def __init__(self, module: nn.Module, ranks: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
         named = dict(module.named_parameters())
@@ -131,7 +133,12 @@ class FlatGradient:
     def _send(self, bucket: _Bucket) -> None:
         # Measured before the sum, after which nobody could say whose gradient was not finite.
         bucket.lengths = self._lengths(bucket.members)
-        work = dist.all_reduce(self.buffer[bucket.start : bucket.stop], async_op=True)
+        group = self.beside
+        if group is not None and bucket is self._buckets[-1]:
+            # Nothing is left to compute: at full width. After the rest, as two communicators may block each other.
+            self._wait()
+            group = None
+        work = dist.all_reduce(self.buffer[bucket.start : bucket.stop], group=group, async_op=True)
         assert work is not None
         self._works.append(work)
         self._next += 1
@@ -145,6 +152,10 @@ class FlatGradient:
         if self.ranks.world_size > 1:
             for bucket in self._buckets[self._next :]:
                 self._send(bucket)
+        self._wait()
+
+    def _wait(self) -> None:
+        """For all that was sent; with NCCL the stream waits, not the CPU."""
         for work in self._works:
             work.wait()
         self._works.clear()

@@ -19,7 +19,7 @@ import torch
 from manifests.records import MetricRecord
 from stage2_train.batch import Batch
 from stage2_train.device_feed import Feed
-from stage2_train.flops import step_flops, unused
+from stage2_train.flops import backward_flops, step_flops, unused
 from stage2_train.step import Window
 from stage2_train.tensorboard import EventFile
 from stage2_train.training_parts import Parts
@@ -70,6 +70,14 @@ class Metrics:
         work = step_flops(parts.drafter.config, rows, slots) + parts.optimizer.flops()
         seconds = work / (self._ceiling * 1e12)
         return {_PACE: seconds} if seconds >= _SLOW_S else {}
+
+    def backward_seconds(self) -> float:
+        """Of the products of one pass's backward at the ceiling, so at least; 0 where it was not measured."""
+        if not self._ceiling:
+            return 0.0
+        parts, config = self._parts, self._parts.config
+        rows = unused(parts.share.rows_per_pass, config.max_length, config.anchors)
+        return backward_flops(parts.drafter.config, rows) / (self._ceiling * 1e12)
 
     @contextmanager
     def outside(self) -> Iterator[None]:

@@ -37,6 +37,7 @@ from stage2_train.estimate import StopAsked, estimate
 from stage2_train.metrics import Metrics, headline
 from stage2_train.pinned_store import read_run
 from stage2_train.selection import nothing_to_learn
+from stage2_train.sending import send_beside
 from stage2_train.step import Window
 from stage2_train.training_parts import Parts, set_up
 
@@ -171,6 +172,7 @@ def _loop(parts: Parts, state: dict[str, Any], reporter: Reporter, contract: Con
     config, ranks, total = parts.config, parts.ranks, int(parts.run["total_steps"])
     metrics = Metrics(parts, state)
     pace = metrics.pace()
+    send_beside(parts, metrics.backward_seconds())
     working = _watch(parts, Ticks(reporter.inner), ranks.any(bool(pace)))
     batches = stream(parts.builder, parts.share, state["epoch"], state["batch"])
     reading = Prefetcher(batches, config.prefetch, lambda: reporter.inner(parts.builder.documents_read))

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stage2_train.attention import Layout, build_masks, dense_mask
 from stage2_train.drafter import Drafter
 from stage2_train.drafter_config import DrafterConfig, LayerKind
-from stage2_train.flops import flops_by_part, forward_flops, visible_pairs
+from stage2_train.flops import backward_flops, flops_by_part, forward_flops, visible_pairs
 
 KINDS = [LayerKind(causal=causal, window=window) for causal in (False, True) for window in (None, 1, 3, 6, 40)]
 
@@ -63,12 +63,17 @@ def test_products_are_what_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         context = drafter.project_context(torch.randn(1, tokens, 64))
         hidden = drafter(context, embeds, *positions, masks).unflatten(1, (3, -1))[:, :, -head_slots:]
-        torch.mm(hidden.flatten(0, 2), weight.t()).sum().backward()
+        logits = torch.mm(hidden.flatten(0, 2), weight.t())
+        with FlopCounterMode(display=False) as backward:
+            logits.sum().backward()
     counts = counter.get_flop_counts()["Global"]
     products = sum(int(value) for name, value in counts.items() if "mm" in str(name))
     found = flops_by_part(config, batch, head_slots)
     attention = sum(int(value) for name, value in counts.items() if "mm" not in str(name))
     assert found["fc"] + found["layers"] + found["head"] + attention == pytest.approx(products + attention)
+    behind = sum(int(value) for name, value in backward.get_flop_counts()["Global"].items() if "mm" in str(name))
+    own = backward_flops(config, batch) - found["attention"] * 2.5 / 3.5
+    assert own + found["head"] / 2 == pytest.approx(behind)
 
 
 def test_the_27b_shape_is_what_was_measured() -> None:

@@ -33,18 +33,27 @@ def toy_loss(drafter: Drafter, seed: int) -> Tensor:
     return (hidden * torch.randn(hidden.shape, generator=generator)).sum()
 
 
-def summed(ranks: Ranks, bucket_bytes: int, parts: int, skip: str = "", compile_layers: bool = False) -> dict[str, Any]:
+def summed(
+    ranks: Ranks, bucket_bytes: int, parts: int, skip: str = "", compile_layers: bool = False, beside: bool = False
+) -> dict[str, Any]:
     """Gradients summed the fast way and the slow one, and how much was sent while backward ran."""
     drafter = Drafter(CONFIG).initialise(0)
     if compile_layers:
         for layer in drafter.layers:
             layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
     gradient = FlatGradient(drafter, ranks, bucket_bytes)
+    if beside:
+        gradient.beside = dist.new_group()
     if skip and ranks.rank == 1:
         drafter.get_parameter(skip).requires_grad_(False)
-    sent = []
+    sent: list[bool] = []
     real = dist.all_reduce
-    dist.all_reduce = lambda *a, **k: (sent.append(1), real(*a, **k))[1]  # type: ignore[func-returns-value]
+
+    def all_reduce(*arguments: Any, group: Any = None, **options: Any) -> Any:
+        sent.append(group is not None and group is gradient.beside)
+        return real(*arguments, group=group, **options)
+
+    dist.all_reduce = all_reduce
     for _ in range(2):  # a second step starts clean
         gradient.zero()
         sent.clear()
@@ -64,7 +73,7 @@ def summed(ranks: Ranks, bucket_bytes: int, parts: int, skip: str = "", compile_
         toy_loss(other, 10 * ranks.rank + part).backward()
     slow = alone.buffer.clone()
     dist.all_reduce(slow)
-    return {"fast": gradient.buffer, "slow": slow, "early": early, "all": len(sent), "graphs": graphs()}
+    return {"fast": gradient.buffer, "slow": slow, "early": early, "all": len(sent), "beside": sent, "graphs": graphs()}
 
 
 @pytest.mark.parametrize(("bucket_bytes", "buckets"), [(1, 36), (3000, None), (10**9, 1)])
@@ -93,6 +102,15 @@ def test_a_parameter_without_a_gradient_on_one_rank_makes_nobody_wait(tmp_path: 
     assert torch.equal(one["fast"], one["slow"])
     assert torch.equal(two["fast"], one["fast"])
     assert two["early"] < two["all"] == one["all"]  # the rest waits for finish, in the same order
+
+
+@pytest.mark.parametrize("skip", ["", "fc.weight"], ids=["", "nothing for fc on one rank"])
+def test_all_but_the_last_bucket_go_by_the_group_that_is_beside_backward(tmp_path: Path, skip: str) -> None:
+    one, two = together(tmp_path / "ranks", 2, summed, 3000, 2, skip, False, True)
+    assert torch.equal(one["fast"], one["slow"])
+    assert torch.equal(two["fast"], one["fast"])
+    assert one["beside"] == two["beside"] == [True] * (one["all"] - 1) + [False]
+    assert one["all"] > 4
 
 
 def test_hooks_leave_compiled_layers_at_one_graph(tmp_path: Path) -> None:

@@ -238,6 +238,18 @@ def test_a_profile_on_a_gpu_names_all_products(tmp_path: Path) -> None:
     assert products | {"attention forward", "attention backward", "loss, elementwise", "optimizer"} <= kinds.keys()
 
 
+@pytest.mark.gpu
+def test_sending_beside_backward_is_measured_with_kernels_in_nccls_place(tmp_path: Path) -> None:
+    module = "stage2_train.benchmarks.beside"
+    sizes = ["--shape=toy", "--steps=2", "--rounds=2", "--blocks=4,24", f"--store={tmp_path / 's.zarr'}"]
+    done = subprocess.run([sys.executable, "-m", module, *sizes], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["none"], ["4"], ["24"])]
+    alone = {name: float(cells[-2]) for name, *cells in rows}
+    assert alone["none"] == 0.0
+    assert min(alone["4"], alone["24"]) > 0.0
+
+
 @pytest.mark.slow
 def test_sharded_state_is_measured_with_ranks_that_are_not_there(tmp_path: Path) -> None:
     module = "stage2_train.benchmarks.shard_memory"
