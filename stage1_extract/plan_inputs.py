@@ -177,5 +177,6 @@ def target_rate(config: PlanConfig, target: TargetFacts) -> Rate:
     said = f"{count / 1e9:.3g} billion" if count >= 1e8 else f"{count:,.0f}"
     return Rate(
         config.teraflops * 1e12 / (2 * count),
-        f"estimated: {config.teraflops:g} TFLOP/s by 2 x {said} parameters, {target.counted}",
+        f"estimated: {config.teraflops:g} TFLOP/s by 2 x {said} parameters, {target.counted}; "
+        "a measured rate goes into --tokens-per-second",
     )

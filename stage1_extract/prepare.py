@@ -137,6 +137,8 @@ def _write(work: Work, documents: Sequence[Document], skipped_later: Sequence[Ro
     heldout = heldout_ids(
         [document.detail["conversation"] for document in documents], config.heldout, config.heldout_rows, config.seed
     )
+    if config.heldout_rows is not None and config.heldout_rows > len(heldout):
+        say(f"--heldout-rows {config.heldout_rows}: held out {len(heldout)}, one conversation stays for training")
     documents = [
         replace(document, split="heldout" if document.detail["conversation"] in heldout else "train")
         for document in documents

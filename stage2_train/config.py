@@ -22,6 +22,14 @@ from stage2_train.objectives import Objective
 # SmolLM2's drafter holds 2 GB for a row of 3,072 tokens and 512 blocks: eight at once took all of a 24 GB host.
 CPU_PASS = 16384
 PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+# Knobs that only one choice of another knob reads.
+PART_OF = {
+    "soft_weight": ("loss", "mixed"),
+    "alpha": ("weighting", "dpace"),
+    "gamma": ("weighting", "decay"),
+    "decay_ratio": ("schedule", "wsd"),
+    "decay_shape": ("schedule", "wsd"),
+}
 
 # What may change between two starts of one run: it moves no number of the result beyond rounding.
 FREE_FIELDS = frozenset(
@@ -203,8 +211,19 @@ class TrainConfig:
             raise ConfigRefused(f"{said}; it must lie in 0..{1 / self.learning_rate:.6g}, 1 / the rate")
         if self.device == "cpu" and self.attention == "flex":
             raise ConfigRefused("--attention flex on a CPU: flex_attention has no backward there; use sdpa or auto")
+        self._check_idle()
         self.objective()
         self._check_rows(self.nproc)
+
+    def _check_idle(self) -> None:
+        """Raise ConfigRefused for a value that nothing would read: whoever gave it expects another run."""
+        for name, (master, value) in PART_OF.items():
+            given = getattr(self, name)
+            if given != type(self).__dataclass_fields__[name].default and getattr(self, master) != value:
+                raise ConfigRefused(
+                    f"--{name.replace('_', '-')} {given} belongs to --{master} {value}, this is --{master} "
+                    f"{getattr(self, master)}: leave it out or pass --{master} {value}"
+                )
 
     def _check_rows(self, processes: int) -> None:
         rows, left = divmod(self.batch_rows, processes)

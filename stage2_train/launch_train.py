@@ -14,11 +14,18 @@ from manifests.viewer import detach, view
 from shared import provenance
 from shared.atomic import require_writable, write_json
 from shared.config import to_dict
-from shared.errors import ConfigRefused, MaskTokenInUse, MaskTokenMissing, MaskTokenOutOfRange, NothingLeft
+from shared.errors import (
+    ConfigRefused,
+    MaskTokenInUse,
+    MaskTokenMissing,
+    MaskTokenOutOfRange,
+    NothingLeft,
+    StoreMismatch,
+)
 from shared.json_file import read_object
 from shared.kernel import Kernel
 from shared.progress import say
-from shared.store import TeacherStore, require_same
+from shared.store import TeacherStore, differences
 from stage2_train import checkpoint_folder, pinned_store, warm_start
 from stage2_train.config import FREE_FIELDS, TrainConfig
 from stage2_train.drafter_config import DrafterConfig, drafter_geometry
@@ -164,7 +171,12 @@ def _check_target(target: str, store: TeacherStore) -> None:
     named = store.identity["target"]
     asked = target_identity(target)
     compared = ("weights_sha256", "config_sha256", "tokenizer_sha256", "num_hidden_layers", "hidden_size", "vocab_size")
-    require_same(named, {field: asked[field] for field in compared if field in named}, store.location)
+    found = differences(named, {field: asked[field] for field in compared if field in named})
+    for field, (have, want) in found.items():
+        raise StoreMismatch(
+            f"{store.location} was made from a target with {field} = {have!r}, --target {target} has {want!r}; leave "
+            "--target out (training needs no target), or train from a store of that target"
+        )
 
 
 def open_run(run_dir: Path, run: dict[str, Any], config: TrainConfig) -> int:

@@ -164,6 +164,16 @@ def test_settings_that_contradict_are_refused(tmp_path: Path, target: Path, opti
     assert fault(prepare(data, "--target", target, "--out", tmp_path / "r", option, value)).exit_code == 43
 
 
+def test_more_heldout_rows_than_can_be_are_said(tmp_path: Path, target: Path) -> None:
+    data = write(tmp_path / "d.jsonl", [chat(str(i)) for i in range(3)])
+    done = prepare(data, "--target", target, "--out", tmp_path / "r", "--heldout-rows", 3)
+    assert done.exit_code == 0, done.output
+    assert "--heldout-rows 3: held out 2, one conversation stays for training" in done.output
+    assert PreparedRows.open(tmp_path / "r").splits.count("heldout") == 2
+    quiet = prepare(data, "--target", target, "--out", tmp_path / "q", "--heldout-rows", 2)
+    assert "--heldout-rows" not in quiet.output
+
+
 def test_block_size_is_the_border_of_too_short(tmp_path: Path, target: Path) -> None:
     rows = [{"input_ids": [5] * n, "loss_mask": [0] + [1] * (n - 1)} for n in (15, 16, 17)]
     data = write(tmp_path / "d.jsonl", rows)

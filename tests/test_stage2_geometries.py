@@ -16,9 +16,10 @@ from toy_run import curve, run_here
 
 import stage1_extract.extract as extract_module
 from shared.cli import cli
-from shared.errors import CheckpointMismatch, Interrupted
+from shared.errors import CheckpointMismatch, Interrupted, StoreMismatch
 from shared.target import load_target
 from stage1_extract import worker
+from stage2_train import launch_train
 from stage2_train import train as train_module
 from stage2_train.acceptance import acceptance_length
 from stage2_train.attention import Layout, build_masks
@@ -159,3 +160,10 @@ def test_another_geometry_does_not_go_on(root: Path, tmp_path: Path) -> None:
             run_here(config_of(root, tmp_path / "run", steps=2, **{"num_layers": 2, **changes}))
     newest, _ = newest_complete(tmp_path / "run")
     assert newest is not None
+
+
+def test_another_target_than_the_stores_is_refused(root: Path, tmp_path: Path) -> None:
+    launch_train.check(config_of(root, tmp_path / "run", target=str(root / "target")))
+    other = save_target(tmp_path / "other", kind="llama")
+    with pytest.raises(StoreMismatch, match=r"was made from a target with weights_sha256 = .*leave --target out"):
+        launch_train.check(config_of(root, tmp_path / "run", target=str(other)))

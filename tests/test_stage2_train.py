@@ -267,6 +267,25 @@ def test_settings_that_contradict_are_refused(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"soft_weight": 0.3, "loss": "kl"}, "--soft-weight 0.3 belongs to --loss mixed, this is --loss kl"),
+        ({"gamma": 4.0, "weighting": "dpace"}, "--gamma 4.0 belongs to --weighting decay, this is --weighting dpace"),
+        ({"alpha": 0.1, "weighting": "decay"}, "--alpha 0.1 belongs to --weighting dpace"),
+        ({"decay_ratio": 0.5}, "--decay-ratio 0.5 belongs to --schedule wsd, this is --schedule cosine: leave it out"),
+        ({"decay_shape": "linear"}, "--decay-shape linear belongs to --schedule wsd"),
+    ],
+)
+def test_a_setting_that_nothing_would_read_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigRefused, match=said):
+        config_of(Path("x.zarr"), Path("run"), **changes)
+    masters = {"soft_weight": "loss", "gamma": "weighting", "alpha": "weighting"}
+    choices = {"soft_weight": "mixed", "gamma": "decay", "alpha": "dpace"}
+    name = next(iter(changes))
+    config_of(Path("x.zarr"), Path("run"), **changes | {masters.get(name, "schedule"): choices.get(name, "wsd")})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
         ({"max_length": 10**9}, "--max-length 1,000,000,000 takes 128 GB for one row, this machine has 16 GB; lower"),
         ({"anchors": 10**9}, "--anchors 1,000,000,000 takes 36 GB for one row, this machine has 16 GB; lower it"),
     ],
