@@ -11,6 +11,7 @@ A wrong name is a bug; "unknown" is an answer. The page around it is manifests/p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -89,16 +90,31 @@ def _of_attempt(evidence: Evidence, attempt: int) -> Verdict:
     found = anomalies(evidence, attempt, gone=False)
     root, cascade = root_of(evidence, found, attempt)
     asked = [event for event in evidence.named("stop asked") if _during(evidence, attempt, event)]
-    if asked and (root is None or root.cascade or root.code == UNKNOWN or root.grade == 0):
+    if asked and not _fault_while_stopping(root):
         return _made(evidence, stopped(evidence, asked[-1]), cascade)
     if root is not None:
-        return _made(evidence, root, cascade)
+        return _made(evidence, _with_request(evidence, root, asked), cascade)
     if clean(evidence, attempt):
         return _made(evidence, Finding(code="done", sentence="all ranks did their work"))
     if (stored := _stored(evidence, attempt)) is not None:
         return stored
     sentence = f"attempt {attempt} ended; nothing on record says how"
     return _made(evidence, Finding(code=UNKNOWN, confidence=UNKNOWN, sentence=sentence, evidence=evidence.gaps))
+
+
+def _named(root: Finding | None) -> bool:
+    """Whether something of its own, with a name, went wrong."""
+    return root is not None and not root.cascade and root.code != UNKNOWN
+
+
+def _fault_while_stopping(root: Finding | None) -> bool:
+    """A worker that was asked to stop and was killed for its memory instead has not been stopped: it saved nothing."""
+    return root is not None and _named(root) and root.grade > 0
+
+
+def _with_request(evidence: Evidence, root: Finding, asked: Sequence[dict[str, Any]]) -> Finding:
+    """The fault, with what it got in the way of."""
+    return replace(root, evidence=(*root.evidence, *stopped(evidence, asked[-1]).evidence)) if asked else root
 
 
 def _during(evidence: Evidence, attempt: int, event: dict[str, Any]) -> bool:
@@ -126,7 +142,7 @@ def _ended(evidence: Evidence, state: str, record: dict[str, Any]) -> Verdict:
     gone = not evidence.named("worker ended")
     root, cascade = root_of(evidence, anomalies(evidence, attempt, gone=gone), attempt)
     asked = evidence.named("stop asked")
-    if state == "interrupted" and (asked or root is None or root.cascade or root.code == UNKNOWN):
+    if state == "interrupted" and not (_fault_while_stopping(root) if asked else _named(root)):
         noted = None if asked or evidence.stop else _by_record(record)
         if noted is None or noted.code == UNKNOWN:
             noted = stopped(evidence, asked[-1] if asked else None, record)
@@ -134,7 +150,7 @@ def _ended(evidence: Evidence, state: str, record: dict[str, Any]) -> Verdict:
     if (gave_up := _in_vain(evidence, root, record)) is not None:
         return _made(evidence, gave_up, cascade)
     if root is not None and root.code != UNKNOWN:
-        return _made(evidence, root, cascade)
+        return _made(evidence, _with_request(evidence, root, asked), cascade)
     if (stored := _stored(evidence, attempt)) is not None:
         return stored
     said = _by_record(record)

@@ -718,6 +718,17 @@ def test_a_stop_during_an_attempt_is_its_end() -> None:
     assert verdict(night.evidence(), 1).code == "py.exception", "a fault while stopping is a fault"
 
 
+def test_a_fault_while_stopping_is_named_alike_for_the_attempt_and_for_the_run() -> None:
+    """`dflash why` said user.stop of a run that the kernel had killed while it saved, `dflash status` said OOM."""
+    night = Night()
+    night.event(29.0, "stop asked", by=ANN, now=False)
+    night.died(30.0, 0, signal=9, oom={"vmstat": 42, "cgroup": 0}, share=0.6, available=0.01)
+    night.interrupted(31)
+    for found in (verdict(night.evidence()), verdict(night.evidence(), 1)):
+        assert found.code == "sig.kill.oom_host"
+        assert any("a request to stop by ann@node7" in line for line in found.evidence)
+
+
 def test_what_the_supervisor_named_then_counts_when_nothing_else_is_left() -> None:
     night = Night()
     said = verdict(SCENARIOS["SIGSEGV"].evidence).as_dict()
