@@ -10,7 +10,7 @@ Shapes: R rows (prompts decoded together), B block size, D drafts of a block (B-
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,13 +64,22 @@ class DecodedBatch:
     decode_seconds: float
 
 
+def unheard(_tokens: int) -> None:
+    """Nobody wants to know how far a batch is."""
+
+
 @torch.inference_mode()
 def speculative_decode(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], settings: DecodeSettings
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodeSettings,
+    written: Callable[[int], None] = unheard,
 ) -> DecodedBatch:
     """Continue the prompts; greedy output is the target's own, sampled output has the target's distribution.
 
-    Raises NonFinite when target or drafter give no finite logits.
+    `written` hears the tokens of all rows after the prefill and every cycle: on a CPU a batch takes minutes. Raises
+    NonFinite when target or drafter give no finite logits.
     """
     rows, block_size, config = len(prompts), settings.block_size, drafter.config
     first = config.first_draft
@@ -94,6 +103,7 @@ def speculative_decode(
     masks = torch.full((rows, block_size - 1), config.mask_token_id, device=target.device)
     checked = False
     while not all(text.done for text in texts):
+        written(sum(len(text.tokens) for text in texts))
         positions = context.next_positions(block_size)
         hidden = drafter.draft(context, embed_blocks(torch.cat((anchors, masks), 1), embed, config), positions)
         # Two-dimensional: on a sliced [R, D, H] F.linear becomes a batched product that copies the whole head first.
@@ -118,8 +128,13 @@ def speculative_decode(
 
 
 @torch.inference_mode()
-def plain_decode(target: Target, prompts: Sequence[Sequence[int]], settings: DecodeSettings) -> DecodedBatch:
-    """The target alone, one token per forward: the reference text and the reference speed."""
+def plain_decode(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodeSettings,
+    written: Callable[[int], None] = unheard,
+) -> DecodedBatch:
+    """The target alone, one token per forward: the reference text and the reference speed. `written` as above."""
     generator = torch.Generator(target.device).manual_seed(settings.seed)
     capacity = max(map(len, prompts)) + settings.max_new_tokens + 1
     texts = [Decoded() for _ in prompts]
@@ -134,6 +149,7 @@ def plain_decode(target: Target, prompts: Sequence[Sequence[int]], settings: Dec
     prefilled = _now(target)
 
     while not all(text.done for text in texts):
+        written(sum(len(text.tokens) for text in texts))
         live = [int(not text.done) for text in texts]
         tokens, _ = pick(decoder.verify(tokens).logits, settings.temperature, generator)
         decoder.commit(live)

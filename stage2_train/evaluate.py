@@ -8,7 +8,7 @@ and tables are evaluation_report.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from shared.atomic import require_writable, write_json
 from shared.chat import ChatRenderer
 from shared.config import to_dict
 from shared.errors import ConfigRefused, NotLossless
-from shared.progress import progress
+from shared.progress import Bar, progress
 from shared.target import Target, load_target, resolve_device
 from stage2_train.acceptance import acceptance_length
 from stage2_train.config_eval import EvalConfig
-from stage2_train.decode import Decoded, DecodedBatch, DecodeSettings, plain_decode, speculative_decode
+from stage2_train.decode import Decoded, DecodedBatch, DecodeSettings, plain_decode, speculative_decode, unheard
 from stage2_train.evaluation_report import Outcome, Work, build_report, record_of, report_file, show
 from stage2_train.lossless import Difference, first_difference, tie_tolerance
 from stage2_train.prompts import Prompt, PromptLimits, PromptSet, data_files, read_prompts
@@ -115,9 +115,10 @@ def decode_file(work: Work, prompts: PromptSet) -> Outcome:
     with progress(f"decode {prompts.name}", total=count, unit="prompts", title="eval") as bar:
         for batch in batches(prompts.prompts, work.rows):
             ids = [prompts.prompts[i].ids for i in batch]
-            fast = speculative_decode(work.target, work.drafter, ids, work.settings)
+            fast = speculative_decode(work.target, work.drafter, ids, work.settings, within(bar, work, "the drafter"))
             texts.update(zip(batch, fast.texts, strict=True))
-            slow = compare(work, prompts, {i: texts[i] for i in batch if i < checked}, outcome)
+            chosen = {i: texts[i] for i in batch if i < checked}
+            slow = compare(work, prompts, chosen, outcome, within(bar, work, "the target alone"))
             if work.rows == 1:
                 alone[batch[0]] = (fast, slow)
             bar.advance(len(batch), **so_far(texts.values(), outcome))
@@ -126,12 +127,26 @@ def decode_file(work: Work, prompts: PromptSet) -> Outcome:
     return outcome
 
 
-def compare(work: Work, prompts: PromptSet, texts: dict[int, Decoded], outcome: Outcome) -> DecodedBatch | None:
+def within(bar: Bar, work: Work, writer: str) -> Callable[[int], None]:
+    """Show how far a batch is, from its start. One row is timed as it is decoded, and short: nothing then."""
+    if work.rows == 1:
+        return unheard
+
+    def show(tokens: int) -> None:
+        bar.advance(0, now=f"{tokens:,} tokens by {writer}")
+
+    show(0)
+    return show
+
+
+def compare(
+    work: Work, prompts: PromptSet, texts: dict[int, Decoded], outcome: Outcome, written: Callable[[int], None]
+) -> DecodedBatch | None:
     """Decode these prompts plainly and add to `outcome` where speculation wrote something else."""
     if not texts:
         return None
     chosen = [prompts.prompts[i] for i in texts]
-    slow = plain_decode(work.target, [prompt.ids for prompt in chosen], work.settings)
+    slow = plain_decode(work.target, [prompt.ids for prompt in chosen], work.settings, written)
     tolerance = tie_tolerance(work.target.dtype, work.config.tie_tolerance)
     for prompt, own, text in zip(chosen, slow.texts, texts.values(), strict=True):
         difference = first_difference(work.target, prompt.id, prompt.ids, (own.tokens, text.tokens), tolerance)
@@ -161,13 +176,16 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Tokens per second at batch 1 over these prompts, after the first token; `alone` holds runs already made."""
     seconds, tokens = [0.0, 0.0], [0, 0]
-    for i, prompt in enumerate(prompts):
-        fast, slow = alone.get(i, (None, None))
-        fast = fast or speculative_decode(work.target, work.drafter, [prompt.ids], work.settings)
-        slow = slow or plain_decode(work.target, [prompt.ids], work.settings)
-        for kind, batch in enumerate((fast, slow)):
-            seconds[kind] += batch.decode_seconds
-            tokens[kind] += len(batch.texts[0].tokens) - 1
+    with progress("time at batch 1", total=len(prompts), unit="prompts", title="eval") as bar:
+        for i, prompt in enumerate(prompts):
+            bar.advance(0)
+            fast, slow = alone.get(i, (None, None))
+            fast = fast or speculative_decode(work.target, work.drafter, [prompt.ids], work.settings)
+            slow = slow or plain_decode(work.target, [prompt.ids], work.settings)
+            for kind, batch in enumerate((fast, slow)):
+                seconds[kind] += batch.decode_seconds
+                tokens[kind] += len(batch.texts[0].tokens) - 1
+            bar.advance()
     fast_rate, slow_rate = (n / s if n and s else None for n, s in zip(tokens, seconds, strict=True))
     return {
         "tokens_per_second": fast_rate,

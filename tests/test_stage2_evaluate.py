@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tiny_target import make_model, make_tokenizer, save_target
 
 from manifests.commit import Ledger, read
 from manifests.records import RunRecord
+from shared import progress
 from shared.errors import ConfigRefused, NotLossless, StoreMismatch
 from shared.target import load_target, wrap
 from stage2_train import evaluate as evaluate_module
@@ -78,6 +80,24 @@ def test_rows_together_count_like_rows_alone(run: Path, data: Path, target: Path
     reports = [evaluate(config(run, data, target, batch_size=n, out=tmp_path / f"by-{n}"))[0] for n in (5, 1)]
     assert reports[0]["results"] == reports[1]["results"]
     assert not (run / "evaluations").exists()
+
+
+def test_a_batch_shows_how_far_it_is(
+    run: Path, data: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU the first batch of eight long answers takes minutes, in which nothing was shown."""
+    monkeypatch.setattr(progress, "DRAW_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_LINE_EVERY_S", 0.0)
+    (report,) = evaluate(config(run, data, target, batch_size=5, timed_prompts=2))
+    shown = capsys.readouterr().err
+    for writer in ("the drafter", "the target alone"):
+        counts = [
+            int(n.replace(",", "")) for n in re.findall(rf"0/5 prompts .*now ([0-9,]+) tokens by {writer}", shown)
+        ]
+        assert counts[:2] == [0, 5]
+        assert counts == sorted(counts)
+        assert counts[-1] < sum(result["new_tokens"] for result in report["results"])
+    assert "time at batch 1 1/2 prompts" in shown
 
 
 def test_the_command_prints_json_without_the_prompts(run: Path, data: Path, target: Path) -> None:
