@@ -50,7 +50,8 @@ def root_metadata(identity: dict[str, Any]) -> dict[str, Any]:
 def write_block(
     store: Path, block: int, arrays: Arrays, told: Callable[[int], None] = lambda size: None
 ) -> dict[str, Any]:
-    """Write one block of whole documents and publish it by rename; `told` hears of every piece, from threads.
+    """Write one block of whole documents and publish it by rename; `told` hears of every piece that is written, and
+    again when it is on the disk, from threads.
 
     `arrays` hold every array of shared.store_layout.ARRAYS that the store keeps, with those dtypes (document_supervised
     is counted here); per-token arrays have N rows, document_offsets D + 1, the other per-document arrays D. Returns
@@ -60,17 +61,22 @@ def write_block(
     arrays = _with_counts(arrays)
     _check_shapes(arrays)
     counts = {"tokens": int(arrays["input_ids"].shape[0]), "documents": int(arrays["document_index"].shape[0])}
-    return counts | publish_block(store, block, lambda folder: write_arrays(folder, block, arrays, told))
+    return counts | publish_block(store, block, lambda folder: write_arrays(folder, block, arrays, told), told)
 
 
-def publish_block(store: Path, block: int, fill: Callable[[Path], Mapping[str, SealedArray]]) -> dict[str, Any]:
+def publish_block(
+    store: Path,
+    block: int,
+    fill: Callable[[Path], Mapping[str, SealedArray]],
+    told: Callable[[int], None] = lambda size: None,
+) -> dict[str, Any]:
     """Publish a block of whatever arrays `fill` puts into a folder; returns {"bytes", "files", "seal"}."""
     final = store / block_name(block)
     with aside(final) as temporary:
         data = sealed_group(block, fill(temporary))
         (temporary / "zarr.json").write_bytes(data)
         sizes = [path.stat().st_size for path in temporary.rglob("*") if path.is_file()]
-        publish_dir(temporary, final)
+        publish_dir(temporary, final, told)
     return {"bytes": sum(sizes), "files": len(sizes), "seal": digest(data)}
 
 

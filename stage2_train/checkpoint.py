@@ -59,6 +59,18 @@ class Snapshot:
     acceptance_length_estimate: float | None
 
 
+class Moved:
+    """Tells a sum from its parts."""
+
+    def __init__(self, told: Callable[[int], None]) -> None:
+        self._told, self._sum = told, 0
+
+    def __call__(self, size: int) -> None:
+        """So many bytes more."""
+        self._sum += size
+        self._told(self._sum)
+
+
 def contents(drafter: Drafter, optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Weights and optimizer state as they are written, the same whatever the number of ranks and their shares.
 
@@ -76,17 +88,17 @@ def save(
 ) -> Path:
     """Write the checkpoint of loop_state["global_step"] aside and publish it by one rename; the record comes after.
 
-    For rank 0; where the drafter is sharded, the other ranks call `contents` meanwhile. `told` hears how many bytes are
-    written.
-    Replaces a folder of that step left by an earlier save. Raises DiskFull or PathNotWritable with the older
-    checkpoints untouched.
+    For rank 0; where the drafter is sharded, the other ranks call `contents` meanwhile. `told` hears a number that
+    grows with the bytes written and made durable. Replaces a folder of that step left by an earlier save. Raises
+    DiskFull or PathNotWritable with the older checkpoints untouched.
     """
     final = folder_of(run_dir, int(snapshot.loop_state["global_step"]))
     weights, optimizer_state = contents(drafter, optimizer)
     with aside(final) as temporary:
-        write_tensors(temporary / DRAFTER_FILE, weights)
-        told(before := (temporary / DRAFTER_FILE).stat().st_size)
-        write_state(temporary / OPTIMIZER_FILE, optimizer_state, lambda written: told(before + written))
+        moved = Moved(told)
+        write_tensors(temporary / DRAFTER_FILE, weights, told=moved)
+        moved((temporary / DRAFTER_FILE).stat().st_size)
+        write_state(temporary / OPTIMIZER_FILE, optimizer_state, moved)
         config = drafter.config.to_hf_config() | {"dtype": "float32"}
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         sizes = {entry.name: entry.stat().st_size for entry in sorted(temporary.iterdir())}
@@ -119,10 +131,16 @@ def record(run_dir: Path, folder: Path, ledger: Ledger, run_id: str, snapshot: S
     prune(run_dir, keep)
 
 
-def restore(folder: Path, drafter: Drafter, optimizer: Optimizer) -> dict[str, Any]:
-    """Put a checkpoint's tensors in place; returns its loop state. Strict both ways: a name more or less is refused."""
-    _load_strictly(drafter, read_tensors(folder / DRAFTER_FILE, _ADVICE), folder)
-    optimizer.load_state_dict(read_state(folder / OPTIMIZER_FILE, _ADVICE))
+def restore(
+    folder: Path, drafter: Drafter, optimizer: Optimizer, told: Callable[[int], None] = lambda read: None
+) -> dict[str, Any]:
+    """Put a checkpoint's tensors in place; returns its loop state. Strict both ways: a name more or less is refused.
+
+    `told` hears how many bytes are read.
+    """
+    moved = Moved(told)
+    _load_strictly(drafter, read_tensors(folder / DRAFTER_FILE, _ADVICE, moved), folder)
+    optimizer.load_state_dict(read_state(folder / OPTIMIZER_FILE, _ADVICE, moved))
     state: dict[str, Any] = read_info(folder)["loop_state"]
     return state
 

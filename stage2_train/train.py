@@ -103,8 +103,8 @@ def fresh_state(drafts: int) -> dict[str, Any]:
     }
 
 
-def resume(parts: Parts) -> dict[str, Any]:
-    """The newest complete checkpoint put in place, or a fresh state."""
+def resume(parts: Parts, told: Callable[[int], None] = lambda read: None) -> dict[str, Any]:
+    """The newest complete checkpoint put in place, or a fresh state; `told` hears how many of its bytes are read."""
     newest, ignored = newest_complete(parts.run_dir)
     for item in ignored:
         parts.event("checkpoint ignored", f"{item.path.name}: {item.reason}")
@@ -123,7 +123,7 @@ def resume(parts: Parts) -> dict[str, Any]:
                 "bring it back, or run the same command again to begin at step 0"
             )
         return fresh_state(parts.engine.objective.drafts)
-    state = checkpoint.restore(newest, parts.drafter, parts.optimizer)
+    state = checkpoint.restore(newest, parts.drafter, parts.optimizer, told)
     if state["global_step"] > parts.run["total_steps"]:
         raise CheckpointMismatch(f"{newest} is at step {state['global_step']} of {parts.run['total_steps']}")
     parts.event("resumed", f"from {newest.name}", global_step=state["global_step"])
@@ -135,7 +135,7 @@ def train(parts: Parts, reporter: Reporter | None = None) -> None:
     update, NothingLeft when nothing had a label, CompileContract when a region does not compile as declared.
     """
     reporter = reporter or Reporter(parts.run_dir, "train", parts.ranks.rank)
-    state = resume(parts)
+    state = resume(parts, reporter.inner)
     if state["global_step"]:
         reporter.saved(state["global_step"])
     _, _, loaded, unit = reporter.where

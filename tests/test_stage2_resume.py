@@ -270,7 +270,7 @@ def test_a_worker_never_begins_anew_what_its_command_goes_on_with(
     [
         ({"block_size": 8}, "block_size = 4, this command asks 8"),
         ({"seed": 3}, "seed = 0, this command asks 3"),
-        ({"gamma": 2.0}, "gamma"),
+        ({"alpha": 0.4}, "alpha = 0.5, this command asks 0.4"),
         ({"batch_rows": 2}, "batch_rows"),
         ({"steps": 12}, "total_steps|steps"),
         ({"mask_token_id": 38}, "mask_token_id = 39, this command asks 38"),
