@@ -36,16 +36,16 @@ def start_writing(descriptor: int, offset: int, size: int) -> None:
 
 
 def make_durable(descriptor: int, told: Callable[[int], None]) -> None:
-    """fsync; `told` hears of every 64 MiB that are on the disk, where the file system can say so.
+    """fsync; `told` hears of all bytes, every 64 MiB as they are on the disk where the file system can say so.
 
     Raises OSError for what the disk says, also of a piece: the kernel says it once, a later fsync may not repeat it.
     """
-    size = os.fstat(descriptor).st_size
-    for first in range(0, size - _PIECE_BYTES, _PIECE_BYTES):
-        if not _written(descriptor, first):
-            break
+    left, first = os.fstat(descriptor).st_size, 0
+    while left > _PIECE_BYTES and _written(descriptor, first):
+        left, first = left - _PIECE_BYTES, first + _PIECE_BYTES
         told(_PIECE_BYTES)
     os.fsync(descriptor)
+    told(left)
 
 
 def _written(descriptor: int, first: int) -> bool:

@@ -97,7 +97,6 @@ def save(
     with aside(final) as temporary:
         moved = Moved(told)
         write_tensors(temporary / DRAFTER_FILE, weights, told=moved)
-        moved((temporary / DRAFTER_FILE).stat().st_size)
         write_state(temporary / OPTIMIZER_FILE, optimizer_state, moved)
         config = drafter.config.to_hf_config() | {"dtype": "float32"}
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -112,7 +111,7 @@ def save(
         (temporary / INFO_FILE).write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         if final.exists():
             remove_folder(final)
-        publish_dir(temporary, final)
+        publish_dir(temporary, final, moved)
     return final
 
 
