@@ -7,6 +7,7 @@ and tables are evaluation_report.py.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from shared.atomic import require_writable, write_json
 from shared.chat import ChatRenderer
 from shared.config import to_dict
 from shared.errors import ConfigRefused, NotLossless
-from shared.progress import Bar, progress
+from shared.progress import Bar, progress, say
 from shared.target import Target, load_target, resolve_device
 from stage2_train.acceptance import acceptance_length
 from stage2_train.config_eval import EvalConfig
@@ -29,6 +30,8 @@ from stage2_train.lossless import Difference, first_difference, tie_tolerance
 from stage2_train.prompts import Prompt, PromptLimits, PromptSet, data_files, read_prompts
 from stage2_train.subject import Subject, load_subject
 from stage2_train.target_decoder import decoder_class
+
+SAY_EVERY_S = 20.0
 
 
 def evaluate(config: EvalConfig) -> list[dict[str, Any]]:
@@ -176,16 +179,17 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Tokens per second at batch 1 over these prompts, after the first token; `alone` holds runs already made."""
     seconds, tokens = [0.0, 0.0], [0, 0]
-    with progress("time at batch 1", total=len(prompts), unit="prompts", title="eval") as bar:
-        for i, prompt in enumerate(prompts):
-            bar.advance(0)
-            fast, slow = alone.get(i, (None, None))
-            fast = fast or speculative_decode(work.target, work.drafter, [prompt.ids], work.settings)
-            slow = slow or plain_decode(work.target, [prompt.ids], work.settings)
-            for kind, batch in enumerate((fast, slow)):
-                seconds[kind] += batch.decode_seconds
-                tokens[kind] += len(batch.texts[0].tokens) - 1
-            bar.advance()
+    said = -math.inf
+    for i, prompt in enumerate(prompts):
+        if i not in alone and time.monotonic() - said >= SAY_EVERY_S:  # no bar: its thread would be timed as well
+            said = time.monotonic()
+            say(f"eval: time at batch 1  {i}/{len(prompts)} prompts")
+        fast, slow = alone.get(i, (None, None))
+        fast = fast or speculative_decode(work.target, work.drafter, [prompt.ids], work.settings)
+        slow = slow or plain_decode(work.target, [prompt.ids], work.settings)
+        for kind, batch in enumerate((fast, slow)):
+            seconds[kind] += batch.decode_seconds
+            tokens[kind] += len(batch.texts[0].tokens) - 1
     fast_rate, slow_rate = (n / s if n and s else None for n, s in zip(tokens, seconds, strict=True))
     return {
         "tokens_per_second": fast_rate,

@@ -97,7 +97,7 @@ def test_a_batch_shows_how_far_it_is(
         assert counts[:2] == [0, 5]
         assert counts == sorted(counts)
         assert counts[-1] < sum(result["new_tokens"] for result in report["results"])
-    assert "time at batch 1 1/2 prompts" in shown
+    assert "time at batch 1  0/2 prompts" in shown
 
 
 def test_the_command_prints_json_without_the_prompts(run: Path, data: Path, target: Path) -> None:
