@@ -176,13 +176,14 @@ class Seat:
         self.send(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL to the process and all that it started; a stopped one must be continued to die of it."""
+        """SIGKILL to the process and all that it started.
+
+        A stopped one dies of it as it is. Continued first, it ran on for a moment, and saved into another run's folder.
+        """
         if self.running:
             self.asked = True
-            members = [self.pid, *(pid for pid, _ in session_members(self.pid) if pid != self.pid)]
-            for number in (signal.SIGCONT, signal.SIGKILL):
-                for pid in members:
-                    _send(pid, number)
+            for pid in (self.pid, *(pid for pid, _ in session_members(self.pid) if pid != self.pid)):
+                _send(pid, signal.SIGKILL)
 
     def sweep(self) -> bool:
         """SIGKILL to what an ended process has left in its session; True once nothing is left. Call until then."""
@@ -190,7 +191,6 @@ class Seat:
             return True
         for pid, start_ticks in self._leftovers:
             if is_same(pid, start_ticks):
-                _send(pid, signal.SIGCONT)
                 _send(pid, signal.SIGKILL)
         self._leftovers = session_members(self.pid)
         return not self._leftovers
