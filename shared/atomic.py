@@ -108,13 +108,10 @@ def fsync_dir(path: Path) -> None:
     _fsync(path, os.O_DIRECTORY)
 
 
-def _fsync(path: Path, kind: int = 0, told: Callable[[int], None] | None = None) -> None:
+def _fsync(path: Path, kind: int = 0, told: Callable[[int], None] = lambda size: None) -> None:
     descriptor = os.open(path, os.O_RDONLY | kind)
     try:
-        if told is None:
-            os.fsync(descriptor)
-        else:
-            make_durable(descriptor, told)
+        make_durable(descriptor, told)
     finally:
         os.close(descriptor)
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 
 _WRITE, _WAIT = 2, 1 | 2 | 4  # SYNC_FILE_RANGE_...: start; wait for what is under way, start the rest, wait for it
-_PIECE_BYTES = 64 << 20
+PIECE_BYTES = 64 << 20
 # What a disk says of the bytes themselves; anything else means that this file system cannot do it.
 _OF_THE_DISK = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
@@ -41,9 +41,9 @@ def make_durable(descriptor: int, told: Callable[[int], None]) -> None:
     Raises OSError for what the disk says, also of a piece: the kernel says it once, a later fsync may not repeat it.
     """
     left, first = os.fstat(descriptor).st_size, 0
-    while left > _PIECE_BYTES and _written(descriptor, first):
-        left, first = left - _PIECE_BYTES, first + _PIECE_BYTES
-        told(_PIECE_BYTES)
+    while left > PIECE_BYTES and _written(descriptor, first):
+        left, first = left - PIECE_BYTES, first + PIECE_BYTES
+        told(PIECE_BYTES)
     os.fsync(descriptor)
     told(left)
 
@@ -53,7 +53,7 @@ def _written(descriptor: int, first: int) -> bool:
     call = _system_call()
     if call is None:
         return False
-    if call(descriptor, first, _PIECE_BYTES, _WAIT) == 0:
+    if call(descriptor, first, PIECE_BYTES, _WAIT) == 0:
         return True
     if (number := ctypes.get_errno()) in _OF_THE_DISK:
         raise OSError(number, os.strerror(number))

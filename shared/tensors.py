@@ -16,10 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shared.atomic import disk_faults
-from shared.early_writeback import make_durable, start_writing
+from shared.early_writeback import PIECE_BYTES, make_durable, start_writing
 from shared.errors import StoreDamaged
-
-_PIECE_BYTES = 64 << 20
 
 
 def write_tensors(
@@ -52,7 +50,7 @@ class _Read(io.FileIO):
 
     def readinto(self, buffer: Any) -> int:
         view, done = memoryview(buffer).cast("B"), 0
-        while done < len(view) and (count := super().readinto(view[done : done + _PIECE_BYTES])):
+        while done < len(view) and (count := super().readinto(view[done : done + PIECE_BYTES])):
             done += count
             self._told(count)
         return done
@@ -73,7 +71,7 @@ def read_tensors(path: Path, advice: str, told: Callable[[int], None] | None = N
         path.open("rb").close()  # safetensors calls a file without read permission missing
         if told is not None:
             with _Read(path, told) as file:
-                piece = bytearray(_PIECE_BYTES)
+                piece = bytearray(PIECE_BYTES)
                 while file.readinto(piece):
                     pass
         return load_file(path)
@@ -104,7 +102,7 @@ class _Written:
     def write(self, data: Any) -> int:
         written = self._file.write(data)
         at = self._file.tell()
-        if at - self._begun >= _PIECE_BYTES:
+        if at - self._begun >= PIECE_BYTES:
             self._file.flush()
             start_writing(self._file.fileno(), self._begun, at - self._begun)
             self._told(at - self._begun)

@@ -72,9 +72,9 @@ class BatchBuilder:
         self.seed = seed
         self.pinned = pinned
         self.documents_read = 0
+        """By training and estimates together: what moves while the loop waits for a slow store."""
         self.tick: Callable[[], None] = lambda: None
         """Called for every document that has been read."""
-        """By training and estimates together: what moves while the loop waits for a slow store."""
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="reader")
         self._taps = len(store.identity["target_layer_ids"])
         self._quantised = store.identity.get("precision") == "int8"
